@@ -1,0 +1,62 @@
+"""PagedAttention (https://arxiv.org/abs/2309.06180): attention through block tables.
+
+**Cache layout**, documented here and nowhere else. One array per layer, `[P, K, 2, S, H]`:
+
+* `P` blocks; block 0 belongs to nobody and takes the writes of padding tokens.
+* `K` KV heads, the axis that tensor parallelism splits.
+* 2: keys, then values.
+* `S` tokens per block, `H` dimensions per head: contiguous, so that a kernel moves the keys of
+  one block and head in one piece, and one scatter writes keys and values.
+
+A **slot** is `block_id * S + offset`. A **block table** lists the blocks of one request in the
+order of its tokens.
+"""
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.paged_attention.inputs import (
+    AttentionInputs,
+    kv_cache_layer_shape,
+    write_kv_cache,
+)
+from pallas_kernels.paged_attention.xla import paged_attention_xla
+
+__all__ = ["AttentionInputs", "kv_cache_layer_shape", "paged_attention", "write_kv_cache"]
+
+
+def paged_attention(
+    q: Float[Array, "T N H"],
+    kv_cache_layer: Float[Array, "P K 2 S H"],
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+) -> Float[Array, "T N H"]:
+    """Attends each token of a ragged batch to its request's cached tokens, itself included.
+
+    Args:
+        q: Queries, not yet scaled. `N` is a multiple of `K` (grouped-query attention).
+        kv_cache_layer: One layer's blocks, in which this step's K and V are already written.
+        inputs: Which tokens belong to which request, and its block table.
+        scale: Multiplies the logits; usually `H ** -0.5`.
+        window: Tokens that a token sees at most, itself included; `None`: all.
+        softcap: Bounds the logits smoothly; `None`: not.
+        sinks: One extra logit per head that only adds to the denominator.
+
+    Returns:
+        Attention output in the dtype of `q`; zeros for padding tokens.
+
+    Raises:
+        NotImplementedError: For `window`, `softcap` or `sinks`, which no implementation offers.
+    """
+    for name, value in (("window", window), ("softcap", softcap), ("sinks", sinks)):
+        if value is not None:
+            raise NotImplementedError(f"paged_attention does not offer {name} yet ({name}={value})")
+    if q.shape[1] % kv_cache_layer.shape[1]:
+        raise ValueError(
+            f"q has {q.shape[1]} heads; it must be a multiple of the cache's "
+            f"{kv_cache_layer.shape[1]} KV heads"
+        )
+    return paged_attention_xla(q, kv_cache_layer, inputs, scale=scale)
