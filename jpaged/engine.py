@@ -1,0 +1,430 @@
+"""The engine: requests in, token ids out, one step at a time.
+
+The only file that knows both the deciding half (`jpaged.core`) and the executing half
+(`jpaged.runner`). A step is: the scheduler decides, the runner executes, the scheduler takes the
+result. The engine deals in token ids only; text is the business of its callers. It starts no
+thread and must be used by one thread at a time.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jpaged.checkpoint import Checkpoint
+from jpaged.checkpoint.loader import load_model
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.core.kv_cache_manager import KVCacheManager
+from jpaged.core.scheduler import Scheduler
+from jpaged.models.registry import find_family
+from jpaged.request import FinishReason, Request, StepOutput
+from jpaged.runner import kv_cache
+from jpaged.runner.compile_plan import CompilationCounter, enable_persistent_cache
+from jpaged.runner.model_runner import ModelRunner
+from jpaged.runner.step_inputs import Bucket, BucketTable
+from jpaged.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_CPU_CACHE_BYTES = 1 << 30
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Running totals since the engine was made.
+
+    Attributes:
+        steps: Steps executed.
+        num_tokens: Tokens computed.
+        num_padded_tokens: Tokens that the buckets of those steps hold, padding included.
+        step_s: Wall time of all steps.
+        host_s: Part of it spent in schedule, build and update.
+        allocated_slot_s: KV slots that tables held, times seconds.
+        used_slot_s: Part of them that held a token, times seconds.
+    """
+
+    steps: int = 0
+    num_tokens: int = 0
+    num_padded_tokens: int = 0
+    step_s: float = 0.0
+    host_s: float = 0.0
+    allocated_slot_s: float = 0.0
+    used_slot_s: float = 0.0
+
+    @property
+    def kv_waste(self) -> float:
+        """Allocated but unused KV slots over allocated ones, time-weighted."""
+        return 1.0 - self.used_slot_s / self.allocated_slot_s if self.allocated_slot_s else 0.0
+
+    @property
+    def padding_share(self) -> float:
+        """Padding tokens over all tokens that steps computed."""
+        padded = self.num_padded_tokens
+        return 1.0 - self.num_tokens / padded if padded else 0.0
+
+
+class Engine:
+    """Continuous batching over a paged KV cache, for one model on one device.
+
+    Attributes:
+        model_config: The model's shape.
+        max_model_len: Prompt and answer of one request together, at most.
+        num_blocks: KV blocks that requests share.
+        scheduler: Decides each step; its counters are the engine's metrics.
+        runner: Executes each step.
+        stats: Running totals.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        config: EngineConfig | None = None,
+        *,
+        model_config: ModelConfig | None = None,
+    ):
+        """Plans memory and programs and allocates the KV cache; compiles nothing yet.
+
+        Args:
+            model: A module of `jpaged.models`; its arrays are used as they are, not copied.
+            config: Limits and choices; `None`: the defaults.
+            model_config: Overrides `model.config`.
+
+        Raises:
+            ValueError: If the limits contradict each other or do not fit into memory.
+        """
+        config = config or EngineConfig()
+        enable_persistent_cache()
+        self._compilations = CompilationCounter()
+        self._compilations_at_warm_up = 0
+        self.model_config = model_config or model.config
+        is_cpu = jax.default_backend() == "cpu"
+        max_num_seqs = config.max_num_seqs or (16 if is_cpu else 256)
+        max_num_batched_tokens = config.max_num_batched_tokens or (256 if is_cpu else 2048)
+        leaves = jax.tree.leaves(nnx.state(model))
+        self.dtype = leaves[0].dtype
+        weight_bytes = sum(leaf.nbytes for leaf in leaves)
+        buckets = BucketTable(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            decode_rows=config.decode_buckets,
+            mixed_tokens=config.mixed_buckets,
+        )
+        max_model_len = config.max_model_len or self.model_config.max_position_embeddings
+        if max_model_len > self.model_config.max_position_embeddings:
+            raise ValueError(
+                f"EngineConfig.max_model_len is {max_model_len}; the model's positions end at "
+                f"{self.model_config.max_position_embeddings}"
+            )
+        block_size = config.block_size
+
+        def make_runner(max_model_len: int) -> ModelRunner:
+            return ModelRunner(
+                model,
+                config=self.model_config,
+                buckets=buckets,
+                max_num_seqs=max_num_seqs,
+                max_blocks=-(-max_model_len // block_size),
+                block_size=block_size,
+                dtype=self.dtype,
+            )
+
+        self.num_blocks = _plan_num_blocks(
+            config,
+            self.model_config,
+            self.dtype,
+            weight_bytes=weight_bytes,
+            max_tokens=max_num_seqs * max_model_len,
+            runner=make_runner(max_model_len),
+        )
+        capacity = self.num_blocks * block_size
+        if config.max_model_len is not None and config.max_model_len > capacity:
+            raise ValueError(
+                f"EngineConfig.max_model_len is {config.max_model_len}; the KV cache holds "
+                f"{capacity} tokens ({self.num_blocks} blocks of {block_size}): lower it or raise "
+                "num_blocks, kv_cache_memory_bytes or memory_utilization"
+            )
+        self.max_model_len = min(max_model_len, capacity)
+        manager = KVCacheManager(
+            num_blocks=self.num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching,
+            watermark=config.watermark,
+        )
+        self.scheduler = Scheduler(
+            manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            token_buckets=buckets.mixed_tokens,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            policy=config.scheduling_policy,
+        )
+        self._kv_cache_manager = manager
+        self.runner = make_runner(self.max_model_len)
+        self.runner.plan_programs(self.num_blocks)
+        self.runner.allocate(self.num_blocks)
+        self.stats = EngineStats()
+        self._seeds = np.random.default_rng(config.seed)
+        self._failure: BaseException | None = None
+        cache_mib = self.num_blocks * kv_cache.block_bytes(
+            self.model_config, block_size=block_size, dtype=self.dtype
+        ) / 2**20
+        logger.info(
+            "weights %.0f MiB, KV cache %.0f MiB: %d blocks of %d tokens, max_model_len %d",
+            weight_bytes / 2**20, cache_mib, self.num_blocks, block_size, self.max_model_len,
+        )
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        config: EngineConfig | None = None,
+        *,
+        num_tokens_known: int | None = None,
+        show_progress: bool = False,
+    ) -> "Engine":
+        """Loads a model and makes its engine.
+
+        Args:
+            checkpoint: An opened checkpoint.
+            config: Limits and choices.
+            num_tokens_known: Ids that the tokenizer knows; the others are never sampled.
+            show_progress: Draws a progress bar while weights load.
+        """
+        config = config or EngineConfig()
+        model_config = checkpoint.model_config
+        family = find_family(model_config.architecture)
+        dtype = _resolve_dtype(config.dtype, model_config.dtype)
+        model = nnx.eval_shape(lambda: family.module(model_config, dtype=dtype))
+        model = load_model(
+            model, checkpoint, family.leaf_sources(model_config), show_progress=show_progress
+        )
+        if num_tokens_known is not None and num_tokens_known < model_config.vocab_size:
+            model_config = replace(model_config, num_tokens_known=num_tokens_known)
+        return cls(model, config, model_config=model_config)
+
+    def warm_up(
+        self, buckets: Sequence[Bucket] | None = None, *, show_progress: bool = False
+    ) -> None:
+        """Compiles the programs (`None`: all) before they are needed.
+
+        Afterwards steps compile nothing; `compilations_after_warm_up` proves it.
+        """
+        self.runner.compile(buckets, show_progress=show_progress)
+        self._compilations_at_warm_up = self._compilations.count
+
+    @property
+    def compilations_after_warm_up(self) -> int:
+        """XLA compilations in this process since `warm_up` returned."""
+        return self._compilations.count - self._compilations_at_warm_up
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_unfinished
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
+        """Queues a prompt; its answer comes out of the following steps.
+
+        Raises:
+            ValueError: If the prompt is empty, holds an id outside the vocabulary or can never
+                fit, or the id is in use.
+        """
+        params = params or SamplingParams()
+        vocab_size = self.model_config.vocab_size
+        token_ids = list(map(int, prompt_token_ids))
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"prompt_token_ids of request {request_id!r} holds {token_id}; ids go from 0 "
+                    f"to {vocab_size - 1}"
+                )
+        max_tokens = self.max_model_len - len(token_ids)
+        if params.max_tokens is not None:
+            max_tokens = min(params.max_tokens, max_tokens)
+        eos = () if params.ignore_eos else self.model_config.eos_token_ids
+        seed = self._seeds.integers(2**64, dtype=np.uint64) if params.seed is None else params.seed
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset(params.stop_token_ids) | frozenset(eos),
+            seed=int(seed) % 2**64,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request that its caller no longer wants; unknown ids are ignored."""
+        self.scheduler.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, stop_reason: str) -> None:
+        """Ends a request at a stop string that its caller found in the text."""
+        self.scheduler.finish(request_id, FinishReason.STOP, stop_reason)
+
+    def step(self) -> list[StepOutput]:
+        """Runs one step.
+
+        Returns:
+            One entry per request that got a token; empty if nothing is unfinished.
+
+        Raises:
+            RuntimeError: If an earlier step failed; the engine then holds no cache any more.
+        """
+        if self._failure is not None:
+            raise RuntimeError("the engine failed earlier; make a new one") from self._failure
+        if not self.scheduler.has_unfinished:
+            return []
+        started = time.perf_counter()
+        output = self.scheduler.schedule()
+        bucket, buffer = self.runner.build(
+            output.scheduled, self._kv_cache_manager.block_tables
+        )
+        allocated = self._kv_cache_manager.num_allocated_slots
+        used = self._kv_cache_manager.num_used_slots + output.num_tokens
+        built = time.perf_counter()
+        try:
+            if output.copies:
+                self.runner.copy_blocks(output.copies)
+            result = self.runner.execute(bucket, buffer, len(output.scheduled))
+        except BaseException as error:
+            self._failure = error  # the donated cache is gone
+            raise
+        executed = time.perf_counter()
+        outputs = self.scheduler.update(output, result.token_ids, result.logprobs)
+        ended = time.perf_counter()
+
+        stats = self.stats
+        stats.steps += 1
+        stats.num_tokens += output.num_tokens
+        stats.num_padded_tokens += bucket.num_tokens
+        stats.step_s += ended - started
+        stats.host_s += built - started + ended - executed
+        stats.allocated_slot_s += allocated * (ended - started)
+        stats.used_slot_s += used * (ended - started)
+        return outputs
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; running requests go on."""
+        self.scheduler.reset_prefix_cache()
+
+    def update_weights(self, model: nnx.Module) -> None:
+        """Swaps in another module's arrays, without a copy, and forgets all cached prefixes.
+
+        Raises:
+            ValueError: If requests are unfinished, or structure, shapes or dtypes differ.
+        """
+        if self.scheduler.has_unfinished:
+            raise ValueError(
+                f"update_weights: {len(self.scheduler.requests)} requests are unfinished; finish "
+                "or abort them first"
+            )
+        self.runner.update_leaves(model)
+        self.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Aborts all requests and frees the KV cache; the engine cannot be used afterwards."""
+        for request_id in list(self.scheduler.requests):
+            self.abort(request_id)
+        self.runner.close()
+        self._failure = self._failure or RuntimeError("the engine was closed")
+
+
+def _resolve_dtype(asked: str, stored: str) -> jnp.dtype:
+    if asked != "auto":
+        return jnp.dtype(asked)
+    if jax.default_backend() == "cpu":
+        # One-row bfloat16 products are ten times slower there (docs/decisions).
+        return jnp.dtype("float32")
+    return jnp.dtype("float16" if stored == "float16" else "bfloat16")
+
+
+def _plan_num_blocks(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    dtype: jnp.dtype,
+    *,
+    weight_bytes: int,
+    max_tokens: int,
+    runner: ModelRunner,
+) -> int:
+    """How many KV blocks to allocate: weights + compiled workspace + pool = budget.
+
+    Memory is planned from what the compiler says of the largest program, never probed by
+    running something and looking at what is left.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    block_bytes = kv_cache.block_bytes(model_config, block_size=config.block_size, dtype=dtype)
+    if config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // block_bytes
+        if num_blocks < 1:
+            raise ValueError(
+                f"EngineConfig.kv_cache_memory_bytes is {config.kv_cache_memory_bytes}; one block "
+                f"takes {block_bytes}"
+            )
+        return num_blocks
+    is_cpu = jax.default_backend() == "cpu"
+    # Weights are in memory already; on CPU they no longer count as available.
+    memory = _available_host_bytes() + weight_bytes if is_cpu else _device_bytes()
+    budget = int(memory * config.memory_utilization)
+    wanted = max_tokens // config.block_size * block_bytes
+    if is_cpu:
+        # Memory is shared with everything else that runs there: take what is asked for, not all.
+        wanted = min(wanted, _DEFAULT_CPU_CACHE_BYTES)
+        if 2 * (weight_bytes + wanted) <= budget:
+            return max(1, wanted // block_bytes)  # no need to compile first to know that it fits
+    largest = max(runner.buckets, key=lambda bucket: bucket.num_tokens)
+    runner.plan_programs(num_blocks=1)
+    runner.compile([largest])
+    pool = budget - weight_bytes - runner.workspace_bytes()
+    num_blocks = (min(pool, wanted) if is_cpu else pool) // block_bytes
+    if num_blocks < 1:
+        raise ValueError(
+            f"the model does not fit: {memory >> 20} MiB of memory times memory_utilization "
+            f"{config.memory_utilization} is {budget >> 20} MiB, weights take "
+            f"{weight_bytes >> 20} MiB and steps {runner.workspace_bytes() >> 20} MiB, which "
+            f"leaves less than one KV block ({block_bytes >> 10} KiB): lower "
+            "max_num_batched_tokens or max_num_seqs, or raise memory_utilization"
+        )
+    return num_blocks
+
+
+def _available_host_bytes() -> int:
+    """Memory that the system could give to this process."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _device_bytes() -> int:
+    stats = jax.devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise ValueError(
+            "this device does not tell its memory; give EngineConfig.kv_cache_memory_bytes"
+        )
+    return stats["bytes_limit"]

@@ -1,0 +1,112 @@
+"""Which programs exist, compiled before the first request and never after.
+
+Every shape that a step can have is a bucket, so the list of programs is known at start.
+`CompilePlan` lowers and compiles them, in parallel threads because XLA releases Python's lock,
+through JAX's persistent cache. A program that is called has been compiled, by construction; what
+XLA compiles in spite of that is counted by `CompilationCounter`.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def cache_home() -> Path:
+    """Where jpaged keeps files that it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged"
+
+
+def enable_persistent_cache() -> Path:
+    """Points JAX's compilation cache at jpaged's folder unless the process chose its own.
+
+    Compiled CPU code uses the instructions of the processor it was compiled on, which JAX's own
+    key does not always hold, so the folder's name does.
+
+    Returns:
+        The folder in use.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        return Path(jax.config.jax_compilation_cache_dir)
+    folder = cache_home() / "xla" / f"{platform.machine()}-{_cpu_fingerprint()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    # The cache is set up at the process's first compilation; the caller may be past that.
+    from jax.experimental.compilation_cache import compilation_cache
+
+    compilation_cache.reset_cache()
+    return folder
+
+
+def _cpu_fingerprint() -> str:
+    """A hash of the processor's instruction-set flags."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [platform.processor()]
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
+    return hashlib.sha256(flags.encode()).hexdigest()[:12]
+
+
+class CompilationCounter:
+    """Counts XLA compilations of the whole process, loads from the persistent cache included."""
+
+    def __init__(self):
+        """Starts at 0."""
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_s: float, **_) -> None:
+        del duration_s
+        self.count += event == _COMPILE_EVENT
+
+
+class CompilePlan:
+    """The programs of one model runner, by name."""
+
+    def __init__(self, programs: Mapping[Any, Callable[[], jax.stages.Lowered]]):
+        """Takes what lowers each program; nothing is lowered yet."""
+        self._lower = dict(programs)
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+
+    def compile(self, names: Iterable[Any] | None = None, *, show_progress: bool = False) -> None:
+        """Compiles those of the named programs (`None`: all) that are not compiled yet."""
+        names = self._lower if names is None else names
+        missing = [name for name in names if name not in self._compiled]
+        if not missing:
+            return
+        bar = tqdm(total=len(missing), desc="compiling", unit="program", disable=not show_progress)
+        with bar, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            # Lowering holds Python's lock; it is done here while earlier programs compile.
+            futures = {pool.submit(self._lower[name]().compile): name for name in missing}
+            for future in as_completed(futures):
+                self._compiled[futures[future]] = future.result()
+                bar.update()
+
+    def __getitem__(self, name: Any) -> jax.stages.Compiled:
+        """The compiled program; a name that was not planned is a `KeyError`."""
+        return self._compiled[name]
+
+    def workspace_bytes(self) -> int:
+        """Temporary memory of the largest program, by the compiler's own account."""
+        analyses = [program.memory_analysis() for program in self._compiled.values()]
+        return max(
+            (
+                a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes
+                for a in analyses
+            ),
+            default=0,
+        )

@@ -1,0 +1,48 @@
+"""The KV cache on the device: its size, its arrays, and copies of blocks.
+
+Its layout is documented in `pallas_kernels.paged_attention`. Layers are separate arrays, so that
+each is updated in place when the step donates them.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jpaged.config import ModelConfig
+from pallas_kernels.paged_attention import kv_cache_layer_shape
+
+KVCache = tuple[Float[Array, "P K 2 S H"], ...]
+
+
+def layer_shapes(config: ModelConfig, *, num_blocks: int, block_size: int) -> list[tuple[int, ...]]:
+    """Shape of each layer's array for `num_blocks` usable blocks; block 0 comes on top."""
+    shape = kv_cache_layer_shape(
+        num_blocks=num_blocks + 1,
+        num_kv_heads=config.num_kv_heads,
+        block_size=block_size,
+        head_dim=config.head_dim,
+    )
+    return [shape] * config.num_layers
+
+
+def block_bytes(config: ModelConfig, *, block_size: int, dtype: jnp.dtype) -> int:
+    """Bytes that one block takes in all layers."""
+    per_layer = config.num_kv_heads * 2 * block_size * config.head_dim
+    return config.num_layers * per_layer * jnp.dtype(dtype).itemsize
+
+
+def allocate(config: ModelConfig, *, num_blocks: int, block_size: int, dtype: jnp.dtype) -> KVCache:
+    """Zeroed arrays; unwritten slots must hold numbers, not whatever memory held before."""
+    shapes = layer_shapes(config, num_blocks=num_blocks, block_size=block_size)
+    return tuple(jnp.zeros(shape, dtype) for shape in shapes)
+
+
+def copy_blocks(
+    kv_cache: KVCache, sources: Int[Array, " C"], destinations: Int[Array, " C"]
+) -> KVCache:
+    """Copies whole blocks, all read before any is written; pairs of 0 are padding."""
+
+    def copy(layer):
+        blocks = layer.at[sources].get(mode="promise_in_bounds")
+        return layer.at[destinations].set(blocks, mode="promise_in_bounds")
+
+    return tuple(copy(layer) for layer in kv_cache)
