@@ -76,9 +76,11 @@ class Engine:
         model_config: The model's shape.
         max_model_len: Prompt and answer of one request together, at most.
         num_blocks: KV blocks that requests share.
-        scheduler: Decides each step; its counters are the engine's metrics.
+        scheduler: Decides each step.
+        kv_cache_manager: Owns the blocks; with the scheduler, where counters for metrics are.
         runner: Executes each step.
         stats: Running totals.
+        last_bucket: The padded shape of the last step.
     """
 
     def __init__(
@@ -167,19 +169,26 @@ class Engine:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy=config.scheduling_policy,
         )
-        self._kv_cache_manager = manager
+        self.kv_cache_manager = manager
         self.runner = make_runner(self.max_model_len)
         self.runner.plan_programs(self.num_blocks)
         self.runner.allocate(self.num_blocks)
         self.stats = EngineStats()
+        self.last_bucket: Bucket | None = None
         self._seeds = np.random.default_rng(config.seed)
         self._failure: BaseException | None = None
-        cache_mib = self.num_blocks * kv_cache.block_bytes(
-            self.model_config, block_size=block_size, dtype=self.dtype
-        ) / 2**20
+        cache_mib = (
+            self.num_blocks
+            * kv_cache.block_bytes(self.model_config, block_size=block_size, dtype=self.dtype)
+            / 2**20
+        )
         logger.info(
             "weights %.0f MiB, KV cache %.0f MiB: %d blocks of %d tokens, max_model_len %d",
-            weight_bytes / 2**20, cache_mib, self.num_blocks, block_size, self.max_model_len,
+            weight_bytes / 2**20,
+            cache_mib,
+            self.num_blocks,
+            block_size,
+            self.max_model_len,
         )
 
     @classmethod
@@ -296,11 +305,9 @@ class Engine:
             return []
         started = time.perf_counter()
         output = self.scheduler.schedule()
-        bucket, buffer = self.runner.build(
-            output.scheduled, self._kv_cache_manager.block_tables
-        )
-        allocated = self._kv_cache_manager.num_allocated_slots
-        used = self._kv_cache_manager.num_used_slots + output.num_tokens
+        bucket, buffer = self.runner.build(output.scheduled, self.kv_cache_manager.block_tables)
+        allocated = self.kv_cache_manager.num_allocated_slots
+        used = self.kv_cache_manager.num_used_slots + output.num_tokens
         built = time.perf_counter()
         try:
             if output.copies:
@@ -313,6 +320,7 @@ class Engine:
         outputs = self.scheduler.update(output, result.token_ids, result.logprobs)
         ended = time.perf_counter()
 
+        self.last_bucket = bucket
         stats = self.stats
         stats.steps += 1
         stats.num_tokens += output.num_tokens

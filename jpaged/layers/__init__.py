@@ -1,0 +1,1 @@
+"""The parts of a model: each holds weights and does maths."""

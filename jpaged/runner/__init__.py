@@ -1,0 +1,1 @@
+"""The executing half of the engine: the only owner of device arrays."""

@@ -133,9 +133,16 @@ class ModelRunner:
             self.config, num_blocks=num_blocks, block_size=self.block_size, dtype=self.dtype
         )
 
+    def model(self) -> nnx.Module:
+        """The module over the current leaves, for inspection."""
+        return self._merge(self.leaves)
+
+    def _merge(self, leaves):
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
+
     def _step(self, bucket: Bucket, leaves, kv_cache, buffer):
         """The traced step; see the module's docstring."""
-        model = nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
+        model = self._merge(leaves)
         inputs = unpack(buffer, bucket, self.max_blocks)
         hidden, kv_cache = model(
             inputs.token_ids, inputs.attention.positions, kv_cache, inputs.attention

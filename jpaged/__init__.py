@@ -1,0 +1,24 @@
+"""jpaged: an LLM serving engine in JAX, with a paged KV cache and continuous batching.
+
+Importing this starts nothing and touches no device.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from jpaged.config import EngineConfig
+from jpaged.request import RequestOutput
+from jpaged.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged.llm import LLM, generate
+
+__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "generate"]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing JAX and Flax takes seconds, which `jpaged --help` and config code need not pay.
+    if name in ("LLM", "generate"):
+        import jpaged.llm
+
+        return getattr(jpaged.llm, name)
+    raise AttributeError(f"module 'jpaged' has no attribute {name!r}")

@@ -1,0 +1,277 @@
+"""The `jpaged` command. Each sub-command imports what it needs when it is called."""
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from jpaged.config import EngineConfig
+from jpaged.sampling_params import SamplingParams
+
+_DESCRIPTION = """\
+Run language models with a paged KV cache, in JAX.
+
+  jpaged generate "What is the capital of France?"    answer one prompt or several
+  jpaged chat                                         talk to the model
+  jpaged warmup MODEL                                 compile ahead of time
+"""
+
+_MODEL_HELP = (
+    "smollm2 (a small demo model, fetched on first use), a Hugging Face directory, a hub id "
+    "org/name, or a .gguf file (default: smollm2)"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = _make_parser()
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    logging.basicConfig(
+        level=logging.INFO if args.verbose else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+    )
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"jpaged: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jpaged",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="answer one prompt or several")
+    generate.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="what to answer (default: standard input)"
+    )
+    generate.add_argument(
+        "--raw",
+        action="store_true",
+        help="continue the text as it is, without the model's chat template",
+    )
+    _add_model(generate)
+    _add_sampling(generate, max_tokens=256)
+    _add_engine(generate)
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser(
+        "chat", help="talk to the model; with piped input, one line is one turn"
+    )
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    _add_model(chat)
+    _add_sampling(chat, max_tokens=512)
+    _add_engine(chat)
+    chat.set_defaults(run=_chat)
+
+    warmup = commands.add_parser(
+        "warmup", help="compile all programs of a model into the cache, e.g. to ship in an image"
+    )
+    warmup.add_argument("model", nargs="?", default="smollm2", metavar="MODEL", help=_MODEL_HELP)
+    warmup.add_argument("--revision", help="branch, tag or commit of a hub id")
+    _add_engine(warmup)
+    warmup.set_defaults(run=_warmup)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", metavar="MODEL", help=_MODEL_HELP)
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+
+
+def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    group = parser.add_argument_group("sampling")
+    add = group.add_argument
+    add(
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help="tokens to generate at most (default: %(default)s)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="0 takes the most likely token; higher is more varied (default: 0)",
+    )
+    add("--top-k", type=int, default=0, metavar="N", help="sample among the N most likely tokens")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="sample among the likeliest tokens that make up this probability",
+    )
+    add("--seed", type=int, metavar="N", help="makes a sampled answer repeatable")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer before this text (may be repeated)",
+    )
+    add("--ignore-eos", action="store_true", help="do not end at the model's end of sequence")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
+    add("--max-model-len", type=int, metavar="N", help="prompt and answer together, in tokens")
+    add("--max-num-seqs", type=int, metavar="N", help="requests in one step at most")
+    add("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step at most")
+    add(
+        "--block-size",
+        type=int,
+        default=16,
+        metavar="N",
+        help="tokens per KV block (default: %(default)s)",
+    )
+    add("--kv-cache-memory-bytes", type=int, metavar="N", help="size of the KV cache")
+    add("--num-blocks", type=int, metavar="N", help="size of the KV cache, in blocks")
+    add(
+        "--no-enable-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="do not share blocks between equal prefixes",
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    names = {field.name for field in fields(EngineConfig)}
+    return {name: value for name, value in vars(args).items() if name in names - {"seed"}}
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    names = {field.name for field in fields(SamplingParams)}
+    return SamplingParams(**{name: value for name, value in vars(args).items() if name in names})
+
+
+def _make_llm(args: argparse.Namespace):
+    from jpaged.llm import LLM
+
+    return LLM(
+        args.model,
+        revision=args.revision,
+        show_progress=sys.stderr.isatty(),
+        **_engine_options(args),
+    )
+
+
+def _generate(args: argparse.Namespace) -> int:
+    params = _sampling_params(args)
+    prompts = args.prompts
+    if not prompts:
+        if sys.stdin.isatty():
+            print("jpaged: type a prompt, end with Ctrl-D", file=sys.stderr)
+        prompts = [sys.stdin.read().rstrip("\n")]
+    if not all(prompts):
+        raise ValueError("PROMPT is empty; give a text to answer")
+    with _make_llm(args) as llm:
+        has_template = llm.tokenizer is not None and llm.tokenizer.chat_template is not None
+        if args.raw or not has_template:
+            asked: list[Any] = prompts
+        else:
+            asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        if len(prompts) == 1:
+            _print_stream(llm, asked[0], params)
+            return 0
+        for prompt, output in zip(prompts, llm.generate(asked, params), strict=True):
+            print(f"> {prompt}\n{output.outputs[0].text}\n")
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    params = _sampling_params(args)
+    is_interactive = sys.stdin.isatty()
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    with _make_llm(args) as llm:
+        if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+            raise ValueError(
+                f"model {args.model!r} has no chat template; use jpaged generate --raw"
+            )
+        if is_interactive:
+            print("Type a message; /reset starts over, /exit or Ctrl-D ends.", file=sys.stderr)
+        start = len(messages)
+        while (line := _read_line(is_interactive)) is not None:
+            if line == "/exit":
+                break
+            if line == "/reset":
+                del messages[start:]
+                continue
+            if not line:
+                continue
+            messages.append({"role": "user", "content": line})
+            try:
+                answer = _print_stream(llm, messages, params)
+            except ValueError as error:  # too long, say: the conversation can go on
+                if not is_interactive:
+                    raise
+                print(f"jpaged: {error}. /reset starts over.", file=sys.stderr)
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _read_line(is_interactive: bool) -> str | None:
+    if is_interactive:
+        try:
+            return input("> ").strip()
+        except EOFError:
+            print()
+            return None
+    line = sys.stdin.readline()
+    return line.strip() if line else None
+
+
+def _print_stream(llm: Any, prompt: Any, params: SamplingParams) -> str:
+    """Prints an answer as it comes; returns it."""
+    text = ""
+    finish_reason = None
+    for _, delta, output in llm.stream([prompt], [params]):
+        sys.stdout.write(delta)
+        sys.stdout.flush()
+        text += delta
+        if output is not None:
+            finish_reason = output.outputs[0].finish_reason
+    print()
+    if finish_reason == "length":
+        print(f"jpaged: stopped at --max-tokens {params.max_tokens}", file=sys.stderr)
+    return text
+
+
+def _warmup(args: argparse.Namespace) -> int:
+    import time
+
+    started = time.perf_counter()
+    with _make_llm(args) as llm:
+        llm.engine.warm_up(show_progress=True)
+        num_programs = len(list(llm.engine.runner.buckets))
+    from jpaged.runner.compile_plan import enable_persistent_cache
+
+    seconds = time.perf_counter() - started
+    cache = enable_persistent_cache()
+    print(f"{args.model}: {num_programs} programs compiled or loaded in {seconds:.1f} s, in {cache}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
