@@ -269,7 +269,7 @@ def _warmup(args: argparse.Namespace) -> int:
 
     seconds = time.perf_counter() - started
     cache = enable_persistent_cache()
-    print(f"{args.model}: {num_programs} programs compiled or loaded in {seconds:.1f} s, in {cache}")
+    print(f"{args.model}: {num_programs} programs compiled or loaded in {seconds:.1f} s in {cache}")
     return 0
 
 

@@ -195,20 +195,23 @@ class StepInputsBuilder:
             The bucket and its filled buffer.
         """
         num_rows = len(scheduled)
-        rows = np.empty(num_rows, np.int32)
-        starts = np.empty(num_rows, np.int32)
-        counts = np.empty(num_rows, np.int32)
+        row_list: list[int] = []
+        start_list: list[int] = []
+        count_list: list[int] = []
         token_ids: list[int] = []
         owners = self._owners
-        for i, (request, start, count, _) in enumerate(scheduled):
+        for request, start, count, _ in scheduled:
             row = request.row
-            rows[i], starts[i], counts[i] = row, start, count
             if owners[row] is not request:
                 self._claim(row, request)
+            row_list.append(row)
+            start_list.append(start)
+            count_list.append(count)
             if count == 1:
                 token_ids.append(request.token_ids[start])
             else:
                 token_ids += request.token_ids[start : start + count]
+        rows, starts, counts = np.array([row_list, start_list, count_list], np.int32)
         num_tokens = len(token_ids)
         bucket = self.buckets.find(num_tokens, num_rows)
         max_blocks = block_tables.shape[1]
