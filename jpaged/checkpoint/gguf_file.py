@@ -1,0 +1,342 @@
+"""A GGUF file of the "llama" architecture as a checkpoint.
+
+The `gguf` package knows the quantised formats. Its reader takes six seconds for a vocabulary of
+49,152 tokens (one NumPy view per string), which every start would pay, so the header is parsed
+here, after docs/gguf.md of ggml-org/ggml: magic, version, counts, then key-value pairs, then
+one record per tensor, then the aligned data.
+"""
+
+import dataclasses
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import tokenizers
+
+from jpaged.checkpoint.checkpoint import (
+    EMBEDDING,
+    LM_HEAD,
+    Checkpoint,
+    check_tensors,
+    count_elements,
+    expected_shapes,
+)
+from jpaged.checkpoint.gguf_tokenizer import read_tokenizer_config, read_tokenizer_json
+from jpaged.checkpoint.hf_config import read_model_config
+from jpaged.checkpoint.tensor_file import Extent, TensorFile
+from jpaged.text.tokenizer import Tokenizer
+
+_HF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_HF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+# Keys of the architecture that are understood; any other may change the result.
+_UNDERSTOOD = frozenset({
+    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
+    "rope.freq_base", "rope.scaling.type", "expert_count",
+})  # fmt: skip
+
+_SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q",
+                   11: "q", 12: "d"}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+_DEFAULT_ALIGNMENT = 32
+
+
+class _Tensor(NamedTuple):
+    """One tensor record; `shape` is in NumPy's order, the reverse of the file's."""
+
+    shape: tuple[int, ...]
+    kind: gguf.GGMLQuantizationType
+    extent: Extent
+
+
+class GGUFFile(Checkpoint):
+    """A checkpoint in one GGUF file, its tokenizer and chat template included.
+
+    Args:
+        path: The file.
+        name: What to call it; its file name if `None`.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: Naming what in it is damaged or not supported.
+    """
+
+    def __init__(self, path: Path, name: str | None = None):
+        self.name = path.name if name is None else name
+        self._file = TensorFile(path)
+        try:
+            self._metadata, tensors = _read_header(self._file)
+            self._tensors = {_hf_name(name): tensor for name, tensor in tensors.items()}
+            try:
+                config = _hf_config(self._metadata, self._tensors)
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {error}") from None
+            ids = _special_ids(self._metadata)
+            self.generation_config = {"_from_model_config": True} | ids
+            self.model_config = read_model_config(config | ids, self.generation_config)
+            self.shapes = expected_shapes(self.model_config)
+            found = {name: tensor.shape for name, tensor in self._tensors.items()}
+            check_tensors(self.name, self.shapes, found)
+            self._check_formats()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read(self, name: str) -> np.ndarray:
+        """See `Checkpoint.read`."""
+        tensor = self._tensors[name]
+        # `dequantize` takes a row of blocks per row of the matrix; unquantised types as bytes.
+        data = self._file.read(tensor.extent).reshape(*tensor.shape[:-1], -1)
+        weights = gguf.quants.dequantize(data, tensor.kind).reshape(tensor.shape)
+        weights = weights.astype(np.float32, copy=False)
+        projection = name.rsplit(".", 2)[-2]
+        if projection == "q_proj":
+            return _unpermute(weights, self.model_config.num_heads)
+        if projection == "k_proj":
+            return _unpermute(weights, self.model_config.num_kv_heads)
+        return weights
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Checkpoint.num_bytes`."""
+        return 4 * count_elements(self.shapes.values())
+
+    def tokenizer(self) -> Tokenizer:
+        """See `Checkpoint.tokenizer`."""
+        backend = tokenizers.Tokenizer.from_str(read_tokenizer_json(self._metadata))
+        return Tokenizer(backend, read_tokenizer_config(self._metadata))
+
+    def close(self) -> None:
+        """See `Checkpoint.close`."""
+        self._file.close()
+
+    def _check_formats(self) -> None:
+        for name in self.shapes:
+            kind = self._tensors[name].kind
+            _, type_size = gguf.GGML_QUANT_SIZES[kind]
+            try:
+                gguf.quants.dequantize(np.zeros((1, type_size), np.uint8), kind)
+            except NotImplementedError:
+                raise ValueError(
+                    f"{self.name}: tensor {name!r} has format {kind.name}, which the gguf package "
+                    "cannot dequantise. Use a file in another format, e.g. Q8_0 or Q4_K_M"
+                ) from None
+
+
+def _unpermute(weights: np.ndarray, num_heads: int) -> np.ndarray:
+    """Undoes the interleaving of rotary pairs that llama.cpp's converter applies to q and k."""
+    rows, *rest = weights.shape
+    pairs = weights.reshape(num_heads, rows // num_heads // 2, 2, *rest)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows, *rest))
+
+
+def _hf_name(name: str) -> str:
+    """The Hugging Face name of a tensor; one without is kept, to be refused by its own name."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in _HF_NAMES:
+        return f"{_HF_NAMES[stem]}.{suffix}"
+    parts = stem.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _HF_LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{_HF_LAYER_NAMES[parts[2]]}.{suffix}"
+    return name
+
+
+def _hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> dict[str, Any]:
+    """The config.json that the metadata stand for; `read_model_config` takes it from there."""
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise ValueError(
+            f"general.architecture is {architecture!r}; supported in GGUF files: 'llama'"
+        )
+    for key, value in metadata.items():
+        if key.startswith("llama.") and key.removeprefix("llama.") not in _UNDERSTOOD:
+            raise ValueError(
+                f"{key} is {value!r}; jpaged does not know this key, so it may change the result. "
+                "Use the model's Hugging Face checkpoint"
+            )
+    if metadata.get("split.count", 1) > 1:
+        raise ValueError(
+            f"split.count is {metadata['split.count']}; files in several parts are not supported. "
+            "Join them with llama.cpp's llama-gguf-split --merge"
+        )
+    if EMBEDDING not in tensors:
+        raise ValueError("tensor 'token_embd.weight' is missing. Use a complete file of this model")
+    if metadata.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensors:
+        raise ValueError(
+            "rope scaling (llama.rope.scaling.type, rope_freqs.weight) is not supported in GGUF "
+            "files. Use the model's Hugging Face checkpoint, whose config.json says which it is"
+        )
+    if metadata.get("llama.expert_count", 0):
+        raise ValueError(
+            f"llama.expert_count is {metadata['llama.expert_count']}; mixtures of experts are not "
+            "supported"
+        )
+
+    def required(key: str) -> Any:
+        if f"llama.{key}" not in metadata:
+            raise ValueError(f"llama.{key} is missing; a llama model needs it")
+        return metadata[f"llama.{key}"]
+
+    num_heads = required("attention.head_count")
+    head_dim = metadata.get("llama.attention.key_length")
+    if head_dim is None:
+        head_dim = metadata.get("llama.rope.dimension_count")
+    if head_dim is None:
+        head_dim = required("embedding_length") // num_heads
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if metadata.get(f"llama.{key}", head_dim) != head_dim:
+            raise ValueError(
+                f"llama.{key} is {metadata[f'llama.{key}']}; it must equal the head size, which is "
+                f"{head_dim}"
+            )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": required("embedding_length"),
+        "intermediate_size": required("feed_forward_length"),
+        "num_hidden_layers": required("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": required("context_length"),
+        "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
+        # Stored as float32; six digits give back the decimal number that it was made from.
+        "rms_norm_eps": float(f"{required('attention.layer_norm_rms_epsilon'):.6g}"),
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
+        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in tensors,
+        "vocab_size": tensors[EMBEDDING].shape[0],
+        "tie_word_embeddings": LM_HEAD not in tensors,
+        "dtype": "float32",
+    }
+
+
+def _special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        if f"tokenizer.ggml.{key}_token_id" in metadata:
+            ids[f"{name}_token_id"] = metadata[f"tokenizer.ggml.{key}_token_id"]
+    end_of_turn = metadata.get("tokenizer.ggml.eot_token_id", ids["eos_token_id"])
+    if end_of_turn != ids["eos_token_id"]:
+        ids["eos_token_id"] = [ids["eos_token_id"], end_of_turn]
+    return ids
+
+
+def _read_header(file: TensorFile) -> tuple[dict[str, Any], dict[str, _Tensor]]:
+    """Parses everything before the tensor data, and checks that the data are all there."""
+    # The header is at the front, its length unknown: read more until it fits.
+    num_bytes = min(file.num_bytes, 16 << 20)
+    while True:
+        cursor = _Cursor(file.read(Extent(0, num_bytes)).tobytes())
+        try:
+            return _parse_header(cursor, file)
+        except struct.error:
+            if num_bytes == file.num_bytes:
+                raise ValueError(
+                    f"{file.path} is truncated within its header. Fetch it again"
+                ) from None
+            num_bytes = min(file.num_bytes, num_bytes * 4)
+
+
+@dataclasses.dataclass
+class _Cursor:
+    """Reads little-endian values one after the other; `struct.error` at the end."""
+
+    data: bytes
+    position: int = 0
+
+    def scalars(self, code: str, count: int) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{count}{code}", self.data, self.position)
+        self.position += struct.calcsize(f"<{count}{code}")
+        return values
+
+    def scalar(self, code: str) -> Any:
+        return self.scalars(code, 1)[0]
+
+    def texts(self, count: int) -> list[str]:
+        # One loop with few calls: vocabularies and merges are 100,000 texts and more.
+        data, position, end = self.data, self.position, len(self.data)
+        unpack_length = struct.Struct("<Q").unpack_from
+        texts: list[str] = []
+        for _ in range(count):
+            (length,) = unpack_length(data, position)
+            start = position + 8
+            position = start + length
+            if position > end:
+                raise struct.error
+            texts.append(data[start:position].decode())
+        self.position = position
+        return texts
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.texts(1)[0]
+        if kind == _ARRAY:
+            element_kind, count = self.scalar("I"), self.scalar("Q")
+            if element_kind == _STRING:
+                return self.texts(count)
+            if element_kind in _SCALAR_FORMATS:
+                return list(self.scalars(_SCALAR_FORMATS[element_kind], count))
+            return [self.value(element_kind) for _ in range(count)]
+        if kind not in _SCALAR_FORMATS:
+            raise ValueError(f"a metadata value has type {kind}, which GGUF does not define")
+        return self.scalar(_SCALAR_FORMATS[kind])
+
+
+def _parse_header(cursor: _Cursor, file: TensorFile) -> tuple[dict[str, Any], dict[str, _Tensor]]:
+    if cursor.data[:4] != b"GGUF":
+        raise ValueError(f"{file.path} does not begin with 'GGUF'; it is not a GGUF file")
+    cursor.position = 4
+    version = cursor.scalar("I")
+    if version not in (2, 3):
+        raise ValueError(f"{file.path} has GGUF version {version}; supported: 2 and 3")
+    num_tensors, num_pairs = cursor.scalars("Q", 2)
+    metadata: dict[str, Any] = {}
+    for _ in range(num_pairs):
+        (key,) = cursor.texts(1)
+        metadata[key] = cursor.value(cursor.scalar("I"))
+    records: list[tuple[str, tuple[int, ...], int, int]] = []
+    for _ in range(num_tensors):
+        (name,) = cursor.texts(1)
+        shape = tuple(reversed(cursor.scalars("Q", cursor.scalar("I"))))
+        records.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    data_start = -(-cursor.position // alignment) * alignment
+    tensors: dict[str, _Tensor] = {}
+    for name, shape, kind_id, offset in records:
+        try:
+            kind = gguf.GGMLQuantizationType(kind_id)
+        except ValueError:
+            raise ValueError(
+                f"{file.path}: tensor {name!r} has format {kind_id}, which the gguf package does "
+                "not know. Use a file in another format, e.g. Q8_0 or Q4_K_M"
+            ) from None
+        elements_per_block, bytes_per_block = gguf.GGML_QUANT_SIZES[kind]
+        num_bytes = count_elements([shape]) // elements_per_block * bytes_per_block
+        extent = Extent(data_start + offset, num_bytes)
+        if extent.offset + num_bytes > file.num_bytes:
+            raise ValueError(
+                f"{file.path} is truncated: tensor {name!r} ends at byte "
+                f"{extent.offset + num_bytes}, the file at {file.num_bytes}. Fetch it again"
+            )
+        tensors[name] = _Tensor(shape, kind, extent)
+    return metadata, tensors

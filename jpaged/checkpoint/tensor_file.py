@@ -1,0 +1,55 @@
+"""A file of tensors: where each stands, and reading one of them without the rest."""
+
+import os
+import weakref
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Extent(NamedTuple):
+    """Where a tensor's bytes stand in its file."""
+
+    offset: int
+    num_bytes: int
+
+
+class TensorFile:
+    """An open file, read by position, so that threads can share it.
+
+    It is read and not mapped: pages of a mapping count as this process's memory, and would be
+    there twice with the arrays made from them.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY)
+        # Also runs when nobody closes the file but the object goes.
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self.num_bytes = os.fstat(self._fd).st_size
+
+    def read(self, extent: Extent) -> np.ndarray:
+        """Reads an extent as new bytes (dtype uint8).
+
+        Raises:
+            ValueError: The file is closed, or ends before the extent does.
+        """
+        if not self._close.alive:
+            raise ValueError(f"{self.path} is closed; open the checkpoint again to read from it")
+        data = np.empty(extent.num_bytes, np.uint8)
+        done = 0
+        while done < extent.num_bytes:
+            # One call reads 2 GiB at most.
+            count = os.preadv(self._fd, [memoryview(data)[done:]], extent.offset + done)
+            if not count:
+                raise ValueError(
+                    f"{self.path} is truncated: it ends before byte "
+                    f"{extent.offset + extent.num_bytes}. Fetch it again"
+                )
+            done += count
+        return data
+
+    def close(self) -> None:
+        """Closes the file; calling it again does nothing."""
+        self._close()

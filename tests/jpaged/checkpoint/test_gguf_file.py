@@ -1,0 +1,266 @@
+"""Tiny GGUF files written by the `gguf` package's own writer, as llama.cpp's converter does it."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from jpaged.checkpoint import open_checkpoint
+from tests import tiny_models
+
+Q = gguf.GGMLQuantizationType
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+TOP_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def gguf_name(name: str) -> str:
+    if name in TOP_NAMES:
+        return TOP_NAMES[name]
+    _, _, layer, rest = name.split(".", 3)
+    stem, suffix = rest.rsplit(".", 1)
+    return f"blk.{layer}.{LAYER_NAMES[stem]}.{suffix}"
+
+
+def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
+    """As convert_hf_to_gguf.py of llama.cpp does it (LlamaModel.permute)."""
+    shape = weights.shape
+    return (
+        weights.reshape(num_heads, 2, shape[0] // num_heads // 2, *shape[1:])
+        .swapaxes(1, 2)
+        .reshape(shape)
+    )
+
+
+def write_gguf(
+    path: Path,
+    variant: str = "padded-vocab",
+    *,
+    kind: Q = Q.F32,
+    extra: dict[str, Any] | None = None,
+    extra_tensors: dict[str, np.ndarray] | None = None,
+    architecture: str = "llama",
+    tokenizer_model: str = "gpt2",
+    pre: str = "gpt-2",
+    skip: str = "",
+) -> Path:
+    config = tiny_models.tiny_config(variant)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    for key, value in (extra or {}).items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_string(key, value)
+    tokenizer = tiny_models._byte_level_tokenizer()
+    tokens = [*tokenizer["model"]["vocab"], *tiny_models.SPECIAL_TOKENS, "Ġh", "Ġhe"]
+    tokens += [f"[unused{index}]" for index in range(config["vocab_size"] - len(tokens))]
+    writer.add_tokenizer_model(tokenizer_model)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens[: config["vocab_size"]])
+    special = range(tiny_models.NUM_BYTES, tiny_models.NUM_TOKENS_KNOWN)
+    types = [3 if token_id in special else 1 for token_id in range(config["vocab_size"])]
+    writer.add_token_types(types)
+    # Only the default variant has room for the merged tokens; the others' tokenizer is not built.
+    writer.add_token_merges(["Ġ h", "Ġh e"])
+    writer.add_bos_token_id(tiny_models.BOS_TOKEN_ID)
+    writer.add_eos_token_id(tiny_models.EOS_TOKEN_ID)
+    writer.add_chat_template(tiny_models.CHAT_TEMPLATE)
+    for name, tensor in tiny_models.tiny_weights(variant).items():
+        if name == skip:
+            continue
+        if ".q_proj." in name:
+            tensor = permute(tensor, config["num_attention_heads"])
+        elif ".k_proj." in name:
+            tensor = permute(tensor, config["num_key_value_heads"])
+        own_kind = kind if tensor.ndim == 2 else Q.F32
+        data = gguf.quants.quantize(tensor, own_kind)
+        writer.add_tensor(gguf_name(name), data, raw_dtype=own_kind)
+    for name, tensor in (extra_tensors or {}).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("variant", ["gqa", "mha-wide-heads", "biases", "tied"])
+def test_float32_file_holds_what_the_directory_holds(variant, tiny_model, tmp_path):
+    directory = open_checkpoint(tiny_model(variant))
+    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", variant))
+    assert file.shapes == directory.shapes
+    assert file.num_bytes == directory.num_bytes
+    for name in file.shapes:
+        np.testing.assert_array_equal(file.read(name), directory.read(name), strict=True)
+    ours, theirs = file.model_config, directory.model_config
+    for field in (
+        "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers",
+        "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
+        "rope_theta", "rope_scaling", "tie_word_embeddings", "attention_bias", "mlp_bias",
+        "bos_token_id", "dtype",
+    ):  # fmt: skip
+        assert getattr(ours, field) == getattr(theirs, field), field
+    assert ours.eos_token_ids == (tiny_models.EOS_TOKEN_ID,)
+
+
+@pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1])
+def test_other_formats_come_as_the_gguf_package_dequantises_them(kind, tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", kind=kind)
+    checkpoint = open_checkpoint(path)
+    written = tiny_models.tiny_weights("padded-vocab")
+    for name, heads in (("mlp.up_proj", None), ("self_attn.k_proj", 2)):
+        name = f"model.layers.1.{name}.weight"
+        tensor = written[name] if heads is None else permute(written[name], heads)
+        expected = gguf.quants.dequantize(gguf.quants.quantize(tensor, kind), kind)
+        read = checkpoint.read(name)
+        assert read.dtype == np.float32
+        np.testing.assert_array_equal(
+            read if heads is None else permute(read, heads), expected.astype(np.float32)
+        )
+
+
+def test_metadata_are_read_as_the_gguf_package_reads_them(tmp_path):
+    extra = {"general.x": 1.5, "general.y": True, "general.z": "é" * 10}
+    path = write_gguf(tmp_path / "tiny.gguf", extra=extra)
+    reader = gguf.GGUFReader(path)
+    expected = {
+        key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
+    }
+    assert open_checkpoint(path)._metadata == expected
+
+
+def test_header_longer_than_one_piece_is_read(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", extra={"general.long": "x" * (40 << 20)})
+    assert open_checkpoint(path).shapes
+
+
+def test_end_of_turn_ends_an_answer_too(tmp_path):
+    extra = {"tokenizer.ggml.eot_token_id": tiny_models.IM_END_TOKEN_ID}
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", extra=extra))
+    expected = (tiny_models.EOS_TOKEN_ID, tiny_models.IM_END_TOKEN_ID)
+    assert checkpoint.model_config.eos_token_ids == expected
+
+
+def test_tokenizer_and_template_are_rebuilt(tmp_path):
+    file = write_gguf(tmp_path / "tiny.gguf", pre="smollm")
+    tokenizer = open_checkpoint(file).tokenizer()
+    text = "x hey 12 日本<|im_end|>"
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+    assert tokenizer.token_to_id("Ġhe") in tokenizer.encode(text)
+    assert tokenizer.special_token_ids == set(range(256, 260))
+    assert tokenizer.render_chat([{"role": "user", "content": "x"}]) == (
+        "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pre", "add_bos", "has_bos"),
+    [("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True),
+     ("llama-bpe", False, False)],
+)  # fmt: skip
+def test_bos_is_added_as_the_file_says_or_its_family_does(pre, add_bos, has_bos, tmp_path):
+    extra = {} if add_bos is None else {"tokenizer.ggml.add_bos_token": add_bos}
+    file = write_gguf(tmp_path / "tiny.gguf", pre=pre, extra=extra)
+    ids = open_checkpoint(file).tokenizer().encode("x")
+    assert ids == ([tiny_models.BOS_TOKEN_ID] if has_bos else []) + [ord("x")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architecture": "gemma3"}, "general.architecture is 'gemma3'"),
+        ({"extra": {"llama.expert_count": 8}}, "llama.expert_count is 8"),
+        ({"extra": {"llama.rope.scaling.type": "linear"}}, "llama.rope.scaling.type"),
+        ({"extra": {"llama.logit_scale": 0.5}}, "llama.logit_scale is 0.5"),
+        ({"extra": {"llama.attention.value_length": 8}}, "llama.attention.value_length is 8"),
+        ({"extra_tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "rope_freqs.weight"),
+        ({"extra_tensors": {"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}},
+         "blk.0.attn_q_norm.weight"),
+        ({"extra": {"split.count": 2}}, "split.count is 2"),
+        ({"skip": "model.embed_tokens.weight"}, "token_embd.weight' is missing"),
+        ({"skip": "model.norm.weight"}, "model.norm.weight.* is missing"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(changes, named, tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", **changes)
+    with pytest.raises(ValueError, match=f"tiny.gguf.*{named}"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"pre": "qwen2"}, "tokenizer.ggml.pre is 'qwen2'"),
+     ({"tokenizer_model": "llama"}, "tokenizer.ggml.model is 'llama'")],
+)  # fmt: skip
+def test_unknown_tokenizer_is_refused_by_name(changes, named, tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", **changes)
+    with pytest.raises(ValueError, match=named):
+        open_checkpoint(path).tokenizer()
+
+
+@pytest.mark.parametrize("num_bytes", [2, 6, 30, 500, -1, -5000])
+def test_truncated_file_is_refused(num_bytes, tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(ValueError, match=r"tiny\.gguf (is truncated|does not begin)"):
+        open_checkpoint(path)
+
+
+def test_other_file_is_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGML" + bytes(100))
+    with pytest.raises(ValueError, match="is not a GGUF file"):
+        open_checkpoint(path)
+
+
+def test_other_version_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    data = bytearray(path.read_bytes())
+    data[4] = 9
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="GGUF version 9"):
+        open_checkpoint(path)
+
+
+def test_smollm2_is_read_as_the_gguf_package_dequantises_it():
+    with open_checkpoint("smollm2") as checkpoint:
+        config = checkpoint.model_config
+        assert (config.num_layers, config.num_heads, config.num_kv_heads) == (30, 9, 3)
+        assert (config.vocab_size, config.hidden_size, config.head_dim) == (49152, 576, 64)
+        assert (config.rope_theta, config.rms_norm_eps) == (100000.0, 1e-5)
+        assert config.tie_word_embeddings and config.eos_token_ids == (2,)
+        embedding = checkpoint.read("model.embed_tokens.weight")
+        # Q8_0: a row is 18 blocks, each a float16 scale and 32 signed bytes.
+        raw = checkpoint._file.read(checkpoint._tensors["model.embed_tokens.weight"].extent)
+        blocks = raw.reshape(49152, 18, 34)
+        scales = blocks[..., :2].copy().view(np.float16).astype(np.float32)
+        values = blocks[..., 2:].view(np.int8) * scales
+        np.testing.assert_array_equal(embedding, values.reshape(49152, 576))
