@@ -8,6 +8,7 @@ computes one token, `T = B` is taken from the decode ladder; otherwise the step 
 `B < T`, so the two kinds never share a name.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -129,7 +130,7 @@ class _Cursor:
         self.start = 0
 
     def ints(self, *shape: int):
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         piece = self.buffer[self.start : self.start + size]
         self.start += size
         return piece.reshape(shape)
