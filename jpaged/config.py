@@ -14,8 +14,8 @@ def check_range(
     name: str,
     value: int | float | None,
     *,
-    minimum: float | None = None,
-    maximum: float | None = None,
+    minimum: int | float | None = None,
+    maximum: int | float | None = None,
 ) -> None:
     """Raises `ValueError` naming the field, the value and the allowed range.
 
