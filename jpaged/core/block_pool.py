@@ -129,11 +129,16 @@ class BlockPool:
         """The block that holds this content, in use or cached."""
         return self._index.get(key)
 
+    def find_key(self, block_id: int) -> BlockKey | None:
+        """The key under which the block is found, if it is."""
+        return self._keys[block_id]
+
     def publish(self, block_id: int, key: BlockKey) -> int:
         """Indexes the content of a full block in use.
 
-        A content that is indexed already stays where it is: the block learns its content id, so
-        that blocks after it can be published, but is not found itself.
+        If the content is indexed already, the block gets the same content id, so that blocks
+        after it can be published. It is found instead of the other block if that one is merely
+        cached (which becomes free: its copy in use lasts longer); else it is not found itself.
 
         Returns:
             The content id, the parent of the next block's key.
@@ -145,6 +150,12 @@ class BlockPool:
             self._keys[block_id] = key
         else:
             content_id = self._content_ids[indexed]
+            if self._ref_counts[indexed] == 0:
+                del self._cached[indexed]
+                self._forget(indexed)
+                self._free.append(indexed)
+                self._index[key] = block_id
+                self._keys[block_id] = key
         self._content_ids[block_id] = content_id
         return content_id
 
@@ -162,12 +173,15 @@ class BlockPool:
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)
+        self._forget(block_id)
+        return block_id
+
+    def _forget(self, block_id: int) -> None:
         key = self._keys[block_id]
         assert key is not None, f"cached block {block_id} has no key"
         del self._index[key]
         self._keys[block_id] = None
         self._content_ids[block_id] = 0
-        return block_id
 
     def check(self, references: Iterable[int]) -> None:
         """Asserts every invariant of the pool; for tests, it walks all blocks.

@@ -399,10 +399,12 @@ class KVCacheManager:
             for block_index in range(num_computed_tokens // block_size):
                 start = block_index * block_size
                 tokens = tuple(request.token_ids[start : start + block_size])
-                found = self.pool.find((self._parent(request, block_index), tokens))
-                assert found is None or (
-                    self.pool.content_id(found) == self.pool.content_id(block_ids[block_index])
-                ), f"row {row}, block {block_index} is published with other tokens"
+                # `None`: another block holds the same content and is found instead.
+                assert self.pool.content_id(block_ids[block_index]) and self.pool.find_key(
+                    block_ids[block_index]
+                ) in (None, (self._parent(request, block_index), tokens)), (
+                    f"row {row}, block {block_index} is published with other tokens"
+                )
         self.pool.check(references)
         for key, owner in self._owners.items():
             assert self._next_keys[owner.row] == key and by_row[owner.row] is owner

@@ -125,6 +125,18 @@ def test_second_block_of_equal_content_is_not_indexed_but_continues_the_chain():
     pool.check([first, third])
 
 
+def test_block_in_use_takes_over_from_a_cached_one_of_equal_content():
+    pool = BlockPool(3)
+    first, second = pool.allocate(2)
+    publish_chain(pool, [first], [(1,)])
+    content_id = pool.content_id(first)
+    pool.free([first])
+    publish_chain(pool, [second], [(1,)])
+    assert pool.find(("", (1,))) == second and pool.content_id(second) == content_id
+    assert (pool.num_cached_blocks, pool.num_free_blocks) == (0, 2)
+    pool.check([second])
+
+
 def test_content_published_anew_does_not_bring_back_blocks_of_the_old_chain():
     pool = BlockPool(2)
     head, tail = pool.allocate(2)
@@ -193,11 +205,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         self.written: dict[int, tuple[int, ...]] = {}
 
-    @rule(chain=st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple))
-    def admit(self, chain):
+    @rule(
+        chain=st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple),
+        num_found=st.integers(0, 4),
+    )
+    def admit(self, chain, num_found):
+        """Uses what is found of the first blocks and writes the others, found or not."""
         parent: int | str = ""
         block_ids: list[int] = []
-        for token in chain:
+        for token in chain[:num_found]:
             block_id = self.pool.find((parent, (token,)))
             if block_id is None:
                 break

@@ -150,6 +150,21 @@ def test_full_hit_does_not_break_the_chain_for_a_longer_prompt():
     assert manager.find_cached_prefix(longer).num_tokens == 8
 
 
+def test_answer_to_a_fully_cached_prompt_is_found_after_the_first_answer_is_evicted():
+    manager = make_manager(num_blocks=5)
+    run_through(manager, make_request("a", range(8)))
+    again = make_request("b", range(8))
+    assert admit(manager, again)
+    compute(manager, again)
+    again.token_ids += range(50, 55)
+    compute(manager, again)
+    other = make_request("c", range(60, 64))
+    assert admit(manager, other)
+    assert manager.num_free_blocks == 0
+    assert manager.find_cached_prefix(make_request("d", again.token_ids)).num_tokens == 12
+    manager.check([again, other])
+
+
 def test_find_has_no_effect():
     manager = make_manager()
     run_through(manager, make_request("a", range(9)))
@@ -228,6 +243,8 @@ def test_salts_do_not_share():
     run_through(manager, make_request("a", range(9), cache_salt="tenant a"))
     other = make_request("b", range(9), cache_salt="tenant b")
     assert manager.find_cached_prefix(other).num_tokens == 0
+    same = make_request("c", range(9), cache_salt="tenant a")
+    assert manager.find_cached_prefix(same).num_tokens == 8
 
 
 def test_without_prefix_caching_nothing_is_found():
@@ -291,6 +308,17 @@ def test_fork_shares_only_the_tokens_in_common_and_leaves_one_to_compute():
     assert child.num_computed_tokens == 6
     assert same.num_computed_tokens == 7
     manager.check([parent, child, same])
+
+
+def test_fork_shares_nothing_that_the_parent_has_not_computed():
+    manager = make_manager()
+    parent = make_request("a", range(12))
+    assert admit(manager, parent)
+    compute(manager, parent, 6)
+    child = make_request("b", range(12))
+    assert manager.fork(parent, child)
+    assert child.num_computed_tokens == 6
+    manager.check([parent, child])
 
 
 def test_fork_without_a_free_block_or_row_changes_nothing():

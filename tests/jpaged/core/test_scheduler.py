@@ -428,14 +428,14 @@ def test_logprobs_are_kept_only_where_asked_for():
 
 
 def test_abort_frees_at_once_wherever_the_request_is():
-    scheduler, manager, runner = make(max_num_seqs=2)
+    scheduler, manager, runner = make(max_num_seqs=2, long_prefill_token_threshold=4)
     prefix = [5] * 9
     scheduler.add(make_request("running", prefix))
     scheduler.add(make_request("deferred", prefix))
     scheduler.add(make_request("other", 4))
     scheduler.add(make_request("waiting", 4))
     runner.step()
-    assert scheduler.num_running == 2
+    assert scheduler.num_running == 2 and "running" in scheduler._deferred
     for name in ("waiting", "deferred", "running", "other"):
         request = scheduler.finish(name, FinishReason.ABORT)
         assert request is not None and request.finish_reason is FinishReason.ABORT
@@ -503,27 +503,46 @@ def test_equal_prefix_is_computed_once_and_others_pass():
 
 
 def test_deferred_request_computes_the_prefix_itself_if_its_owner_ends():
-    scheduler, _, runner = make(max_num_batched_tokens=8)
+    scheduler, _, runner = make(long_prefill_token_threshold=8)
     scheduler.add(make_request("a", [5] * 20, max_tokens=4))
     deferred = make_request("b", [5] * 20, max_tokens=4)
     scheduler.add(deferred)
     assert advance(scheduler, runner) == [("a", 8)]
+    assert "a" in scheduler._deferred
     scheduler.finish("a", FinishReason.ABORT)
+    scheduler.check()
     assert advance(scheduler, runner) == [("b", 8)]
     assert deferred.num_cached_tokens == 8
     run_all(scheduler, runner)
     assert deferred.output_token_ids == answer_alone(deferred, 64)
 
 
-def test_deferred_request_goes_on_after_a_reset():
-    scheduler, _, runner = make(max_num_batched_tokens=8)
+def test_deferred_request_goes_on_if_its_owner_is_preempted():
+    scheduler, manager, runner = make(policy="priority", long_prefill_token_threshold=4)
+    scheduler.add(make_request("old", 3, priority=0, max_tokens=20))
+    scheduler.add(make_request("owner", [5] * 20, priority=2, max_tokens=4))
+    scheduler.add(make_request("deferred", [5] * 20, priority=2, max_tokens=4))
+    advance(scheduler, runner)
+    assert "owner" in scheduler._deferred
+    thief = manager.pool.allocate(manager.num_free_blocks)
+    while not scheduler.num_preemptions:
+        output = scheduler.schedule()
+        scheduler.update(output, runner.execute(output), [0.0] * len(output.scheduled))
+    assert [request.request_id for request in output.preempted] == ["owner"]
+    assert not scheduler._deferred
+    manager.pool.free(thief)
+    run_all(scheduler, runner)
+
+
+def test_deferred_request_does_not_wait_for_what_a_reset_has_made_stale():
+    scheduler, _, runner = make(long_prefill_token_threshold=8)
     scheduler.add(make_request("a", [5] * 20, max_tokens=4))
     scheduler.add(make_request("b", [5] * 20, max_tokens=4))
     advance(scheduler, runner)
+    assert "a" in scheduler._deferred
     scheduler.reset_prefix_cache()
     runner.age += 1
-    advance(scheduler, runner)
-    assert scheduler.num_running == 1 and "b" in dict(advance(scheduler, runner))
+    assert advance(scheduler, runner) == [("a", 8), ("b", 8)]
     run_all(scheduler, runner)
 
 
@@ -655,7 +674,11 @@ def test_h05_preempted_request_returns_with_the_same_tokens(enable_prefix_cachin
 
 # Anything in any order.
 
-PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+PROMPTS = st.builds(
+    lambda num_shared, tail: [0, 1, 1, 0, 1, 0, 0, 1, 1, 0][:num_shared] + tail,
+    st.sampled_from([10, 10, 7, 4, 0]),
+    st.lists(st.integers(0, 1), min_size=1, max_size=4),
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -667,7 +690,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         max_num_batched_tokens=st.sampled_from([1, 3, 8, 24]),
         token_buckets=st.sampled_from([(), (4, 8, 24), (2, 16)]),
-        threshold=st.sampled_from([0, 1, 5]),
+        threshold=st.sampled_from([0, 1, 3, 5]),
         policy=st.sampled_from(["fcfs", "priority"]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         watermark=st.sampled_from([0.0, 0.2]),
