@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server; the one package here that may read environment variables."""
