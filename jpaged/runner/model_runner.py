@@ -20,6 +20,7 @@ from jpaged.config import ModelConfig
 from jpaged.request import ScheduledRequest
 from jpaged.runner import kv_cache as kv
 from jpaged.runner.compile_plan import CompilePlan
+from jpaged.runner.huge_pages import use_huge_pages
 from jpaged.runner.sampler import sample
 from jpaged.runner.step_inputs import (
     Bucket,
@@ -132,6 +133,7 @@ class ModelRunner:
         self.kv_cache = kv.allocate(
             self.config, num_blocks=num_blocks, block_size=self.block_size, dtype=self.dtype
         )
+        use_huge_pages([*self.kv_cache, *self.leaves])
 
     def model(self) -> nnx.Module:
         """The module over the current leaves, for inspection."""

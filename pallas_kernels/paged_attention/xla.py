@@ -1,13 +1,18 @@
 """What CPUs run: blockwise online softmax over gathered blocks, in plain XLA.
 
-The batch is walked as **tiles**: a run of query tokens of one request. A request with one token
-this step is a tile of one row; a longer chunk is cut into tiles of `TILE` rows. Each tile walks
-its context in pieces of `CHUNK` tokens with the online softmax of FlashAttention
-(https://arxiv.org/abs/2205.14135). Both walks have trip counts that depend on the data, so the
-time follows the tokens there are, not the bucket, and one program serves every context length.
-A piece (a few hundred KiB) stays in the processor's second-level cache between the gather and
-the two products; gathering the whole context of the batch first costs a trip to memory and was
-slower in every form tried (benchmarks/cpu_forms.py).
+Requests are walked in two kinds of **tiles**, each a few query tokens that attend at once:
+
+* rows with one token this step, `ROWS` requests to a tile, longest contexts first;
+* chunks of a prompt, `TILE` tokens of one request to a tile.
+
+A tile walks its context in pieces with the online softmax of FlashAttention
+(https://arxiv.org/abs/2205.14135). Both walks have trip counts that depend on the data, so time
+follows the tokens there are, not the bucket, and one program serves every context length.
+
+The sizes are measured (benchmarks/cpu_forms.py). A piece stays in the processor's cache between
+the gather and the two products; gathering the context of the whole batch first costs a trip to
+memory. A gather of several requests is large enough for XLA to spread over cores, that of one is
+not.
 """
 
 import jax.numpy as jnp
@@ -16,8 +21,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.inputs import AttentionInputs
 
+ROWS = 4
+ROW_CHUNK = 256
 TILE = 64
-CHUNK = 256
+TILE_CHUNK = 128
 
 
 def paged_attention_xla(
@@ -29,105 +36,137 @@ def paged_attention_xla(
 ) -> Float[Array, "T N H"]:
     """Attends each token to its request's cached tokens; arguments as in `paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = kv_cache_layer.shape[1]
     num_requests = inputs.seq_lens.shape[0]
-    starts, ends = inputs.query_start_loc[:-1], inputs.query_start_loc[1:]
-    query_lens = ends - starts
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    q = q.reshape(num_tokens, num_kv_heads, -1, head_dim)
-
-    def attend(out, row, start, tile):
-        """Attends tokens `start : start + tile` of `row` and writes those that are its own."""
-        tokens = lax.dynamic_slice_in_dim(q, start, tile)  # [tile, K, G, H]
-        positions = inputs.seq_lens[row] - ends[row] + start + jnp.arange(tile)
-        result = _attend_tile(
-            tokens, positions, inputs.seq_lens[row], inputs.block_tables[row], kv_cache_layer
-        )
-        if tile > 1:
-            is_own = start + jnp.arange(tile) < ends[row]
-            before = lax.dynamic_slice_in_dim(out, start, tile)
-            result = jnp.where(is_own[:, None, None, None], result, before)
-        return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
-
-    if num_tokens == num_requests:  # a decode program: row i is token i
-        num_rows = jnp.sum(query_lens > 0)
-        out = lax.fori_loop(0, num_rows, lambda i, out: attend(out, i, i, 1), jnp.zeros_like(q))
-        return out.reshape(num_tokens, num_heads, head_dim)
-
-    # Padding at the end, so that the slice of the last tile is not shifted back.
+    q = q.reshape(num_tokens, kv_cache_layer.shape[1], -1, head_dim)
+    # Rows at the end take what tiles write beyond their own tokens.
     q = jnp.pad(q, ((0, TILE), (0, 0), (0, 0), (0, 0)))
-    out = jnp.zeros_like(q)
-    single_rows = jnp.argsort(query_lens != 1, stable=True)
-    out = lax.fori_loop(
-        0,
-        jnp.sum(query_lens == 1),
-        lambda i, out: attend(out, single_rows[i], starts[single_rows[i]], 1),
-        out,
-    )
-    num_tiles = jnp.where(query_lens > 1, (query_lens + TILE - 1) // TILE, 0)
-    tile_ends = jnp.cumsum(num_tiles)
-
-    def attend_tile(i, out):
-        row = jnp.searchsorted(tile_ends, i, side="right", method="compare_all")
-        index_in_row = i - (tile_ends[row] - num_tiles[row])
-        return attend(out, row, starts[row] + index_in_row * TILE, TILE)
-
-    out = lax.fori_loop(0, tile_ends[-1], attend_tile, out)
+    out = _attend_rows(jnp.zeros_like(q), q, kv_cache_layer, inputs)
+    if num_tokens > num_requests:  # not a decode program: there may be chunks
+        out = _attend_chunks(out, q, kv_cache_layer, inputs)
     return out[:num_tokens].reshape(num_tokens, num_heads, head_dim)
 
 
-def _attend_tile(
-    q: Float[Array, "R K G H"],
-    positions: Int[Array, " R"],
-    seq_len: Int[Array, ""],
-    block_table: Int[Array, " M"],
+def _attend_rows(
+    out: Float[Array, "T2 K G H"],
+    q: Float[Array, "T2 K G H"],
     kv_cache_layer: Float[Array, "P K 2 S H"],
-) -> Float[Array, "R K G H"]:
-    """Online softmax of one tile's scaled queries over its request's context."""
-    tile, num_kv_heads, group, head_dim = q.shape
+    inputs: AttentionInputs,
+) -> Float[Array, "T2 K G H"]:
+    """Writes the outputs of all requests that have one token this step."""
+    num_requests = inputs.seq_lens.shape[0]
+    starts, ends = inputs.query_start_loc[:-1], inputs.query_start_loc[1:]
+    is_row = ends - starts == 1
+    rows = min(ROWS, num_requests)
+    # Requests of similar length share a tile, whose walk is as long as the longest of them.
+    order = jnp.argsort(jnp.where(is_row, -inputs.seq_lens, 1), stable=True)
+    order = jnp.pad(order, (0, rows - 1))
+    num_rows = jnp.sum(is_row)
+
+    def attend(i, out):
+        index = i * rows + jnp.arange(rows)
+        row = lax.dynamic_slice_in_dim(order, i * rows, rows)
+        token = jnp.where(index < num_rows, starts[row], q.shape[0] - 1)
+        seq_lens = jnp.where(index < num_rows, inputs.seq_lens[row], 0)
+        result = _attend_tile(
+            q.at[token].get(mode="promise_in_bounds")[:, None],
+            (seq_lens - 1)[:, None],
+            seq_lens,
+            inputs.block_tables[row],
+            kv_cache_layer,
+            ROW_CHUNK,
+        )
+        return out.at[token].set(result[:, 0], mode="promise_in_bounds")
+
+    return lax.fori_loop(0, (num_rows + rows - 1) // rows, attend, out)
+
+
+def _attend_chunks(
+    out: Float[Array, "T2 K G H"],
+    q: Float[Array, "T2 K G H"],
+    kv_cache_layer: Float[Array, "P K 2 S H"],
+    inputs: AttentionInputs,
+) -> Float[Array, "T2 K G H"]:
+    """Writes the outputs of all requests that have several tokens this step."""
+    starts, ends = inputs.query_start_loc[:-1], inputs.query_start_loc[1:]
+    query_lens = ends - starts
+    num_tiles = jnp.where(query_lens > 1, (query_lens + TILE - 1) // TILE, 0)
+    tile_ends = jnp.cumsum(num_tiles)
+
+    def attend(i, out):
+        row = jnp.searchsorted(tile_ends, i, side="right", method="compare_all")
+        start = starts[row] + (i - tile_ends[row] + num_tiles[row]) * TILE
+        tokens = start + jnp.arange(TILE)
+        positions = inputs.seq_lens[row] - ends[row] + tokens
+        result = _attend_tile(
+            lax.dynamic_slice_in_dim(q, start, TILE)[None],
+            positions[None],
+            jnp.minimum(positions[-1] + 1, inputs.seq_lens[row])[None],
+            inputs.block_tables[row][None],
+            kv_cache_layer,
+            TILE_CHUNK,
+        )[0]
+        before = lax.dynamic_slice_in_dim(out, start, TILE)
+        result = jnp.where((tokens < ends[row])[:, None, None, None], result, before)
+        return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+
+    return lax.fori_loop(0, tile_ends[-1], attend, out)
+
+
+def _attend_tile(
+    q: Float[Array, "R Q K G H"],
+    positions: Int[Array, "R Q"],
+    seq_lens: Int[Array, " R"],
+    block_tables: Int[Array, "R M"],
+    kv_cache_layer: Float[Array, "P K 2 S H"],
+    chunk: int,
+) -> Float[Array, "R Q K G H"]:
+    """Attends `Q` scaled queries of each of `R` requests to their first `seq_lens` tokens."""
+    rows, queries, num_kv_heads, group, head_dim = q.shape
     num_blocks, _, _, block_size, _ = kv_cache_layer.shape
-    chunk_blocks = max(1, min(CHUNK // block_size, block_table.shape[0]))
+    chunk_blocks = max(1, min(chunk // block_size, block_tables.shape[1]))
     chunk = chunk_blocks * block_size
     pieces = kv_cache_layer.reshape(num_blocks * num_kv_heads * 2, block_size * head_dim)
-    heads = jnp.arange(num_kv_heads, dtype=block_table.dtype)[:, None] * 2
-    table = jnp.pad(block_table, (0, -block_table.shape[0] % chunk_blocks))
-    q = q.transpose(1, 2, 0, 3).reshape(num_kv_heads, group * tile, head_dim)
-    row_positions = jnp.tile(positions, group)
+    heads = jnp.arange(num_kv_heads, dtype=block_tables.dtype)[None, :, None] * 2
+    tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % chunk_blocks)))
+    q = q.transpose(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, group * queries, head_dim)
+    positions = jnp.tile(positions, (1, group))
 
     def attend_chunk(i, carry):
         peak, total, out = carry
-        block_ids = lax.dynamic_slice_in_dim(table, i * chunk_blocks, chunk_blocks)
-        key_pieces = block_ids[None] * (num_kv_heads * 2) + heads  # [K, chunk_blocks]
+        block_ids = lax.dynamic_slice_in_dim(tables, i * chunk_blocks, chunk_blocks, axis=1)
+        key_pieces = block_ids[:, None] * (num_kv_heads * 2) + heads  # [R, K, chunk_blocks]
         k, v = (
             pieces.at[key_pieces + offset]
             .get(mode="promise_in_bounds")
-            .reshape(num_kv_heads, chunk, head_dim)
+            .reshape(rows, num_kv_heads, chunk, head_dim)
             for offset in (0, 1)
         )
         context = i * chunk + jnp.arange(chunk)
         # Slots that nobody has written yet may hold anything: 0 * NaN would still be NaN.
-        v = jnp.where((context < seq_len)[None, :, None], v, jnp.zeros((), v.dtype))
-        scores = jnp.einsum("krh,kch->krc", q, k, preferred_element_type=jnp.float32)
-        is_visible = context[None] <= row_positions[:, None]
-        scores = jnp.where(is_visible[None], scores, -jnp.inf)
+        is_written = context[None] < seq_lens[:, None]
+        v = jnp.where(is_written[:, None, :, None], v, jnp.zeros((), v.dtype))
+        scores = jnp.einsum("rkqh,rkch->rkqc", q, k, preferred_element_type=jnp.float32)
+        is_visible = context[None, None] <= positions[:, :, None]
+        scores = jnp.where(is_visible[:, None], scores, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - new_peak[..., None])
         decay = jnp.exp(peak - new_peak)
         total = total * decay + jnp.sum(weights, axis=-1)
         update = jnp.einsum(
-            "krc,kch->krh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+            "rkqc,rkch->rkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
         )
         return new_peak, total, out * decay[..., None] + update
 
-    # The first piece always holds a visible token (position 0), so `peak` is finite after it;
-    # a finite start keeps exp(peak - new_peak) from being NaN before.
-    shape = (num_kv_heads, group * tile)
+    # Finite, so that a row which sees nothing in a piece gets weights of 0, not NaN.
+    shape = q.shape[:-1]
     carry = (
         jnp.full(shape, jnp.finfo(jnp.float32).min),
         jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, head_dim), jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
     )
-    num_chunks = (seq_len + chunk - 1) // chunk
+    num_chunks = (jnp.max(seq_lens) + chunk - 1) // chunk
     _, total, out = lax.fori_loop(0, num_chunks, attend_chunk, carry)
-    out = (out / total[..., None]).reshape(num_kv_heads, group, tile, head_dim)
-    return out.transpose(2, 0, 1, 3).astype(q.dtype)
+    out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
+    out = out.reshape(rows, num_kv_heads, group, queries, head_dim)
+    return out.transpose(0, 3, 1, 2, 4).astype(q.dtype)
