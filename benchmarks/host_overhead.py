@@ -41,9 +41,7 @@ def measure(num_waiting: int, num_steps: int) -> float:
         max_model_len=MAX_MODEL_LEN,
         token_buckets=buckets.mixed_tokens,
     )
-    builder = StepInputsBuilder(
-        buckets=buckets, block_size=BLOCK_SIZE, max_num_seqs=NUM_RUNNING
-    )
+    builder = StepInputsBuilder(buckets=buckets, block_size=BLOCK_SIZE, max_num_seqs=NUM_RUNNING)
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     for i in range(NUM_RUNNING + num_waiting):
         prompt = [rng.randrange(50_000) for _ in range(rng.randrange(256, 1280))]

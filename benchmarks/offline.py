@@ -26,6 +26,7 @@ from jpaged.checkpoint import open_checkpoint
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine, EngineStats
 from jpaged.request import Request
+from jpaged.runner.step_inputs import Bucket
 from jpaged.sampling_params import SamplingParams
 
 
@@ -65,7 +66,6 @@ def main() -> None:
         args.save_tokens.write_text(json.dumps(tokens))
     report = median["report"] | {
         "matmul_share": round(products_share(engine, median), 3),
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "load_s": round(loaded - started, 2),
         "warm_up_s": round(warm - loaded, 2),
         "jax": jax.__version__,
@@ -108,7 +108,8 @@ def run(engine: Engine, workload: dict[str, Any]) -> dict[str, Any]:
     last_times: dict[str, float] = {}
     submit_times: dict[str, float] = {}
     requests: list[Request] = []
-    buckets: Counter = Counter()
+    buckets: Counter[Bucket] = Counter()
+    bucket_s: Counter[str] = Counter()
 
     def submit(entries: list[dict[str, Any]]) -> None:
         for entry in entries:
@@ -125,9 +126,12 @@ def run(engine: Engine, workload: dict[str, Any]) -> dict[str, Any]:
     submit(todo[:head])
     todo = todo[head:]
     while engine.has_unfinished_requests:
+        step_started = time.perf_counter()
         outputs = engine.step()
         now = time.perf_counter()
+        assert engine.last_bucket is not None
         buckets[engine.last_bucket] += 1
+        bucket_s["{}x{}".format(*engine.last_bucket)] += now - step_started
         for request, _, _ in outputs:
             first_times.setdefault(request.request_id, now)
             last_times[request.request_id] = now
@@ -167,6 +171,9 @@ def run(engine: Engine, workload: dict[str, Any]) -> dict[str, Any]:
         "padding_share": round(stats.padding_share, 4),
         "host_us_per_step": round(stats.host_s / max(stats.steps, 1) * 1e6, 1),
         "compilations_after_warmup": engine.compilations_after_warm_up,
+        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "steps_by_bucket": {"{}x{}".format(*b): count for b, count in buckets.items()},
+        "seconds_by_bucket": {name: round(seconds, 2) for name, seconds in bucket_s.items()},
     }
     return {"report": report, "requests": requests, "buckets": buckets, "step_s": stats.step_s}
 

@@ -104,7 +104,8 @@ class Engine:
         enable_persistent_cache()
         self._compilations = CompilationCounter()
         self._compilations_at_warm_up = 0
-        self.model_config = model_config or model.config
+        # Every module of `jpaged.models` has its config.
+        self.model_config: ModelConfig = model_config or getattr(model, "config")  # noqa: B009
         is_cpu = jax.default_backend() == "cpu"
         max_num_seqs = config.max_num_seqs or (16 if is_cpu else 256)
         max_num_batched_tokens = config.max_num_batched_tokens or (256 if is_cpu else 2048)
@@ -353,6 +354,8 @@ class Engine:
         """Aborts all requests and frees the KV cache; the engine cannot be used afterwards."""
         for request_id in list(self.scheduler.requests):
             self.abort(request_id)
+        if self._failure is None or self.runner.leaves:
+            self._compilations.close()
         self.runner.close()
         self._failure = self._failure or RuntimeError("the engine was closed")
 

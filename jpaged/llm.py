@@ -286,11 +286,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one or many: a list of ints or of messages is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    prompts = list(prompts)
-    if not prompts:
-        return []
-    is_chat = all(isinstance(message, Mapping) and "role" in message for message in prompts)
-    return [prompts] if is_chat or all(isinstance(i, int) for i in prompts) else prompts  # type: ignore[list-item]
+    entries: list[Any] = list(prompts)
+    is_ids = all(isinstance(entry, int) for entry in entries)
+    is_chat = all(isinstance(entry, Mapping) and "role" in entry for entry in entries)
+    return [entries] if entries and (is_ids or is_chat) else entries
 
 
 def _one_for_each(

@@ -67,8 +67,8 @@ class Request:
     arrival_time: float = field(default_factory=time.monotonic)
 
     status: Status = Status.WAITING
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0

@@ -69,8 +69,11 @@ class CompilationCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration_s: float, **_) -> None:
-        del duration_s
+    def close(self) -> None:
+        """Stops counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         self.count += event == _COMPILE_EVENT
 
 
@@ -104,9 +107,7 @@ class CompilePlan:
         """Temporary memory of the largest program, by the compiler's own account."""
         analyses = [program.memory_analysis() for program in self._compiled.values()]
         return max(
-            (
-                a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes
-                for a in analyses
-            ),
-            default=0,
+            a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes
+            for a in analyses
+            if a is not None
         )

@@ -9,7 +9,7 @@ passing the module itself costs 0.9 to 39 ms a call in Python (docs/decisions/00
 import logging
 from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +139,7 @@ class ModelRunner:
         """The module over the current leaves, for inspection."""
         return self._merge(self.leaves)
 
-    def _merge(self, leaves):
+    def _merge(self, leaves: tuple[jax.Array, ...]) -> Any:
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
 
     def _step(self, bucket: Bucket, leaves, kv_cache, buffer):

@@ -9,7 +9,7 @@ computes one token, `T = B` is taken from the decode ladder; otherwise the step 
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,24 +125,24 @@ def _ladder(steps: tuple[int, ...], limit: int) -> list[int]:
 class _Cursor:
     """Cuts consecutive pieces off a flat buffer."""
 
-    def __init__(self, buffer):
+    def __init__(self, buffer: Any):
         self.buffer = buffer
         self.start = 0
 
-    def ints(self, *shape: int):
+    def ints(self, *shape: int) -> Any:
         size = math.prod(shape)
         piece = self.buffer[self.start : self.start + size]
         self.start += size
         return piece.reshape(shape)
 
-    def floats(self, *shape: int):
+    def floats(self, *shape: int) -> Any:
         ints = self.ints(*shape)
         if isinstance(ints, np.ndarray):
             return ints.view(np.float32)
         return jax.lax.bitcast_convert_type(ints, jnp.float32)
 
 
-def unpack(buffer, bucket: Bucket, max_blocks: int) -> StepInputs:
+def unpack(buffer: Any, bucket: Bucket, max_blocks: int) -> StepInputs:
     """Cuts a flat int32 buffer, NumPy or traced, into the inputs of a step."""
     num_tokens, num_rows = bucket
     cut = _Cursor(buffer)

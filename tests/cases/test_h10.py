@@ -1,0 +1,53 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jpaged.sampling_params import SamplingParams
+from tests.invariance.engines import Job, answer, assert_naive, shared_engine
+
+TEMPERATURES = (0.0, 1e-4, 1e-5, 1e-6, 1e-8, 1e-30, 1e-45)
+PROMPT = np.random.default_rng(10).integers(0, 256, 20).tolist()
+PARAMS = SamplingParams(max_tokens=16, ignore_eos=True, logprobs=0, seed=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_h10_tiny_temperatures_are_greedy_and_do_not_touch_a_neighbour(dtype, tiny_model):
+    """H-10: division by a tiny temperature neither overflows nor gives token 0 throughout."""
+    engine = shared_engine(tiny_model("gqa"), **({} if dtype == "float32" else {"dtype": dtype}))
+    jobs = [Job(PROMPT, dataclasses.replace(PARAMS, temperature=t)) for t in TEMPERATURES]
+    neighbour = Job(PROMPT[::-1], dataclasses.replace(PARAMS, temperature=1.0))
+    [alone] = answer(engine, [neighbour])
+    *requests, beside = answer(engine, [*jobs, neighbour])
+    for request in requests:
+        assert request.output_token_ids == requests[0].output_token_ids
+        assert np.isfinite(request.logprobs).all()
+    assert beside.output_token_ids == alone.output_token_ids
+    if dtype == "float32":
+        assert_naive([*requests[:1], beside])
+
+
+def test_h10_negative_temperature_is_refused():
+    """H-10: -0.1 is a mistake of the caller."""
+    with pytest.raises(ValueError, match="temperature is -0.1"):
+        SamplingParams(temperature=-0.1)
+
+
+@pytest.mark.parametrize("temperature", [100.0, 1e38, 1e300])
+@pytest.mark.parametrize("variant", ["gqa", "padded-vocab"])
+def test_h10_huge_temperature_is_answered_from_the_whole_vocabulary(
+    temperature, variant, tiny_model
+):
+    """H-10: never NaN, and never the same token throughout."""
+    engine = shared_engine(tiny_model(variant))
+    params = dataclasses.replace(PARAMS, temperature=temperature, max_tokens=100)
+    [request] = answer(engine, [Job(PROMPT, params)])
+    assert np.isfinite(request.logprobs).all()
+    assert len(set(request.output_token_ids)) > 50
+    assert all(0 <= token_id < 260 for token_id in request.output_token_ids)
+
+
+def test_h10_bias_on_a_token_is_refused_by_name_until_it_is_offered():
+    """H-10 tries logit_bias as well; what is not offered must not be ignored."""
+    with pytest.raises(TypeError, match="'logit_bias'"):
+        SamplingParams(logit_bias={5: -100})

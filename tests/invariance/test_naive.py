@@ -1,0 +1,47 @@
+import numpy as np
+import pytest
+
+from jpaged.sampling_params import SamplingParams
+from tests import tiny_models
+from tests.invariance import naive
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.mark.parametrize("variant", tiny_models.VARIANTS)
+def test_the_naive_oracle_agrees_with_transformers(variant, goldens):
+    model = naive.tiny_llama(variant)
+    for golden in goldens(f"tiny-{variant}")["answers"]:
+        prompt = golden["prompt_token_ids"]
+        naive.assert_answer(model, prompt, GREEDY, golden["token_ids"], golden["logprobs"])
+        if "logits_after_prompt" in golden:
+            logits = model.logits(prompt)[-1, : tiny_models.NUM_TOKENS_KNOWN]
+            np.testing.assert_allclose(logits, golden["logits_after_prompt"], atol=1e-3)
+
+
+def test_the_naive_oracle_refuses_another_token_and_another_log_probability(goldens):
+    model, golden = naive.tiny_llama("gqa"), goldens("tiny-gqa")["answers"][3]
+    prompt, token_ids = golden["prompt_token_ids"], list(golden["token_ids"])
+    logprobs = list(golden["logprobs"])
+    logprobs[5] += 0.002
+    with pytest.raises(AssertionError, match="step 5: log-probability"):
+        naive.assert_answer(model, prompt, GREEDY, token_ids, logprobs)
+    token_ids[7] ^= 1
+    with pytest.raises(AssertionError, match="step 7: token"):
+        naive.assert_answer(model, prompt, GREEDY, token_ids)
+
+
+def test_a_draw_walks_the_kept_tokens_in_id_order():
+    logits = np.log(np.array([0.1, 0.4, 0.2, 0.3]))
+    choose = {
+        (1.0, 0): [1, 1, 1, 1, 2, 2, 3, 3, 3],
+        (1.0, 2): [1, 1, 1, 1, 1, 3, 3, 3, 3],  # 4/7 and 3/7
+        (0.65, 0): [1, 1, 1, 1, 1, 3, 3, 3, 3],
+        (0.75, 0): [1, 1, 1, 1, 2, 2, 3, 3, 3],  # 4/9, 2/9, 3/9
+        (0.75, 2): [1, 1, 1, 1, 1, 3, 3, 3, 3],
+        (0.3, 0): [1] * 9,
+    }
+    for (top_p, top_k), expected in choose.items():
+        params = SamplingParams(top_p=top_p, top_k=top_k)
+        draws = [naive.draw(logits, params, (i + 1.05) / 10).token_id for i in range(9)]
+        assert draws == expected, (top_p, top_k)

@@ -1,0 +1,227 @@
+"""The sampler against the definition of each parameter, in NumPy and float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jpaged.runner.sampler import Sampled, sample
+from jpaged.runner.step_inputs import SamplingInputs
+from jpaged.sampling_params import SamplingParams
+from tests.invariance import naive
+from tests.oracle import NEAR_TIE
+
+_sample = jax.jit(sample, static_argnames="num_tokens_known")
+
+
+def draw(
+    logits: np.ndarray,
+    *,
+    temperature: float | np.ndarray = 1.0,
+    top_k: int | np.ndarray = 0,
+    top_p: float | np.ndarray = 1.0,
+    seeds: int | np.ndarray = 0,
+    positions: int | np.ndarray = 0,
+    wants_logprobs: int | np.ndarray = 0,
+    num_tokens_known: int | None = None,
+) -> Sampled:
+    """Samples `[B, V]` logits in one program; scalars hold for every row."""
+    num_rows = len(logits)
+
+    def rows(value, dtype) -> np.ndarray:
+        return np.broadcast_to(np.asarray(value), num_rows).astype(dtype)
+
+    seeds = rows(seeds, np.uint64)
+    sampled = _sample(
+        np.asarray(logits, np.float32),
+        SamplingInputs(
+            temperature=rows(temperature, np.float32),
+            top_k=rows(top_k, np.int32),
+            top_p=rows(top_p, np.float32),
+            seed=np.stack([seeds & 0xFFFFFFFF, seeds >> 32]).astype(np.uint32).view(np.int32),
+            positions=rows(positions, np.int32),
+            wants_logprobs=rows(wants_logprobs, np.int32),
+        ),
+        num_tokens_known=num_tokens_known or logits.shape[1],
+    )
+    return Sampled(*map(np.asarray, sampled))
+
+
+def random_logits(num_rows: int, vocab_size: int, *, scale: float = 3.0, seed: int = 0):
+    random = np.random.default_rng(seed)
+    return (random.standard_normal((num_rows, vocab_size)) * scale).astype(np.float32)
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> list[float]:
+    return [naive.uniform(int(s), int(p)) for s, p in zip(seeds, positions, strict=True)]
+
+
+def assert_draws(logits, params: SamplingParams, seeds, positions, token_ids) -> None:
+    """Each token is the oracle's, but for the few draws that lie on a border."""
+    num_clear = 0
+    numbers = uniforms(seeds, positions)
+    for row, number, token_id in zip(logits.astype(np.float64), numbers, token_ids, strict=True):
+        expected, margin = naive.draw(row, params, number)
+        if margin >= NEAR_TIE:
+            assert token_id == expected, (params, number, margin)
+            num_clear += 1
+    assert num_clear > 0.9 * len(token_ids)
+
+
+def test_greedy_takes_the_best_token_and_of_equals_the_first():
+    logits = random_logits(8, 300)
+    logits[3, [250, 7, 90]] = 50.0
+    expected = logits.argmax(axis=1)
+    assert expected[3] == 7
+    np.testing.assert_array_equal(draw(logits, temperature=0.0).token_ids, expected)
+    # The same beside rows that sample.
+    temperature = np.where(np.arange(8) % 2, 1.0, 0.0)
+    token_ids = draw(logits, temperature=temperature).token_ids
+    np.testing.assert_array_equal(token_ids[::2], expected[::2])
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 0.05])
+@pytest.mark.parametrize("top_k", [0, 2, 20, 299, 300, 1000])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_drawn_token_is_the_inverse_of_the_filtered_distribution(temperature, top_k, top_p):
+    logits = random_logits(64, 300)
+    seeds, positions = np.arange(64) * 7919 + 2**40, np.arange(64) * 3
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampled = draw(logits, seeds=seeds, positions=positions, **options)
+    assert_draws(logits, params, seeds, positions, sampled.token_ids)
+
+
+def test_filters_of_one_row_do_not_touch_another():
+    logits = random_logits(64, 300)
+    seeds, is_filtered = np.arange(64), np.arange(64) % 2 == 0
+    token_ids = draw(logits, top_k=np.where(is_filtered, 3, 0), seeds=seeds).token_ids
+    every = np.array([draw(logits, top_k=k, seeds=seeds).token_ids for k in (0, 3)])
+    np.testing.assert_array_equal(token_ids, np.where(is_filtered, every[1], every[0]))
+
+
+def test_tokens_as_likely_as_the_last_one_kept_are_kept_too():
+    logits = np.full((512, 8), -5.0, np.float32)
+    logits[:, 0] = 3.0
+    logits[:, [2, 4, 6]] = 2.0
+    for options in ({"top_k": 2}, {"top_p": 0.6}):
+        token_ids = draw(logits, seeds=np.arange(512), **options).token_ids
+        assert set(token_ids) == {0, 2, 4, 6}, options
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 1e-30, 1e-40, 1e-60])
+def test_tiny_top_p_keeps_the_best_token(top_p):
+    logits = random_logits(64, 300)
+    token_ids = draw(logits, top_p=top_p, seeds=np.arange(64)).token_ids
+    np.testing.assert_array_equal(token_ids, logits.argmax(axis=1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 1e-5, 1e-6, 1e-8, 1e-30, 1e-45, 1e-60])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tiny_temperature_is_greedy_beside_an_ordinary_neighbour(temperature, dtype):
+    logits = np.asarray(random_logits(16, 300, scale=9.0).astype(jnp.dtype(dtype)), np.float32)
+    top_two = np.sort(logits, axis=1)[:, -2:]
+    logits[np.arange(16), logits.argmax(axis=1)] += 0.1 * (top_two[:, 0] == top_two[:, 1])
+    temperatures = np.full(16, temperature)
+    temperatures[5] = 1.0
+    options = {"seeds": np.arange(16), "wants_logprobs": 1}
+    sampled = draw(logits, temperature=temperatures, **options)
+    expected = logits.argmax(axis=1)
+    expected[5] = draw(logits, temperature=1.0, **options).token_ids[5]
+    np.testing.assert_array_equal(sampled.token_ids, expected)
+    assert np.isfinite(sampled.logprobs).all()
+
+
+@pytest.mark.parametrize("temperature", [100.0, 1e30, 1e38])
+def test_huge_temperature_draws_evenly_among_the_known_tokens(temperature):
+    logits = random_logits(2000, 16)
+    token_ids = draw(
+        logits, temperature=temperature, seeds=np.arange(2000), num_tokens_known=10
+    ).token_ids
+    counts = np.bincount(token_ids, minlength=10)
+    assert len(counts) == 10 and stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_draws_follow_the_distribution_over_seeds_and_over_positions():
+    probs = np.array([0.4, 0.05, 0.0, 0.25, 0.2, 0.1])
+    logits = np.log(np.maximum(probs, 1e-30))[None].repeat(4000, axis=0)
+    number = np.arange(4000)
+    for options in ({"seeds": number}, {"seeds": 7, "positions": number}):
+        counts = np.bincount(draw(logits, **options).token_ids, minlength=6)
+        assert counts[2] == 0
+        kept = probs > 0
+        assert stats.chisquare(counts[kept], probs[kept] * 4000).pvalue > 1e-3, options
+
+
+def test_draws_are_independent_from_one_position_to_the_next():
+    logits = np.zeros((4001, 4), np.float32)
+    token_ids = draw(logits, seeds=7, positions=np.arange(4001)).token_ids
+    pairs = np.bincount(token_ids[:-1] * 4 + token_ids[1:], minlength=16)
+    assert stats.chisquare(pairs).pvalue > 1e-3
+
+
+def test_answer_depends_on_seed_and_position_only_not_on_row_or_batch():
+    logits = random_logits(1, 300).repeat(32, axis=0)
+    seeds, positions = np.arange(32) % 4, np.arange(32) // 16
+    options = {"temperature": 1.5, "top_p": 0.9}
+    token_ids = draw(logits, seeds=seeds, positions=positions, **options).token_ids
+    by_key = {}
+    for seed, position, token_id in zip(seeds, positions, token_ids, strict=True):
+        assert by_key.setdefault((seed, position), token_id) == token_id
+    assert len(set(by_key.values())) > 2  # neither seed nor position is ignored
+    for (seed, position), token_id in by_key.items():
+        alone = draw(logits[:1], seeds=seed, positions=position, **options).token_ids
+        assert alone[0] == token_id
+
+
+def test_both_halves_of_the_seed_count():
+    logits = np.zeros((64, 1000), np.float32)
+    low = np.arange(64, dtype=np.uint64)
+    drawn = [tuple(draw(logits, seeds=s).token_ids) for s in (low, low << 32, low + (1 << 63))]
+    assert len(set(drawn)) == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padding_of_the_vocabulary_is_never_sampled(temperature):
+    logits = random_logits(256, 300)
+    logits[:, 260:] = 1e4
+    logits[0, 280], logits[1, 299] = np.inf, np.nan
+    sampled = draw(
+        logits, temperature=temperature, seeds=np.arange(256), num_tokens_known=260,
+        wants_logprobs=1,
+    )  # fmt: skip
+    assert sampled.token_ids.max() < 260
+    assert np.isfinite(sampled.logprobs).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 9}, {"top_p": 0.8}, {"temperature": 0.0}])
+def test_size_of_the_padding_changes_nothing(options):
+    logits = random_logits(64, 260)
+    expected = draw(logits, seeds=np.arange(64), wants_logprobs=1, **options)
+    for vocab_size in (300, 512, 513):
+        padded = np.pad(logits, ((0, 0), (0, vocab_size - 260)), constant_values=7.0)
+        sampled = draw(
+            padded, seeds=np.arange(64), wants_logprobs=1, num_tokens_known=260, **options
+        )
+        np.testing.assert_array_equal(sampled.token_ids, expected.token_ids)
+        np.testing.assert_allclose(sampled.logprobs, expected.logprobs, atol=1e-5)
+
+
+def test_first_and_last_token_can_be_drawn():
+    for vocab_size in (2, 256, 257, 600):
+        logits = np.full((64, vocab_size), -40.0, np.float32)
+        logits[:, [0, -1]] = 0.0
+        token_ids = draw(logits, seeds=np.arange(64)).token_ids
+        assert set(token_ids) == {0, vocab_size - 1}
+
+
+def test_log_probabilities_are_the_models_own_before_temperature_and_filters():
+    logits = random_logits(32, 300)
+    sampled = draw(logits, temperature=0.2, top_k=5, seeds=np.arange(32), wants_logprobs=1)
+    expected = np.log(naive.softmax(logits.astype(np.float64)))
+    expected = expected[np.arange(32), sampled.token_ids]
+    np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-5)
+    # One row that asks does not change what is chosen, and those that do not ask are served too.
+    quiet = draw(logits, temperature=0.2, top_k=5, seeds=np.arange(32))
+    np.testing.assert_array_equal(quiet.token_ids, sampled.token_ids)

@@ -1,0 +1,203 @@
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged.request import Request, ScheduledRequest
+from jpaged.runner.step_inputs import Bucket, BucketTable, StepInputsBuilder, buffer_size, unpack
+from jpaged.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+MAX_BLOCKS = 6
+
+
+def table(max_num_seqs: int, max_num_batched_tokens: int, **ladders) -> BucketTable:
+    return BucketTable(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **ladders
+    )
+
+
+LADDERS = [
+    {},
+    {"decode_rows": (2, 3, 8), "mixed_tokens": (5, 16, 24)},
+    {"decode_rows": (100,), "mixed_tokens": (1, 2, 1000)},
+    {"decode_rows": (), "mixed_tokens": ()},
+]
+
+
+@pytest.mark.parametrize("ladders", LADDERS)
+@pytest.mark.parametrize("max_num_batched_tokens", [1, 2, 3, 5, 16, 17, 33, 64, 65, 90])
+def test_every_step_within_the_limits_has_the_smallest_bucket_that_takes_it(
+    max_num_batched_tokens, ladders
+):
+    for max_num_seqs in range(1, 17):
+        buckets = table(max_num_seqs, max_num_batched_tokens, **ladders)
+        for num_tokens in range(1, max_num_batched_tokens + 1):
+            for num_rows in range(1, min(max_num_seqs, num_tokens) + 1):
+                bucket = buckets.find(num_tokens, num_rows)
+                assert bucket.is_decode == (num_tokens == num_rows)
+                takes = [
+                    other
+                    for other in buckets
+                    if other.is_decode == bucket.is_decode
+                    and other.num_tokens >= num_tokens
+                    and other.num_rows >= num_rows
+                ]
+                assert bucket == min(takes), (max_num_seqs, num_tokens, num_rows)
+
+
+@pytest.mark.parametrize("ladders", LADDERS)
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens"), [(1, 1), (16, 1), (1, 2), (16, 16), (7, 33), (3, 3)]
+)
+def test_no_bucket_goes_beyond_the_limits_and_names_are_unique(
+    max_num_seqs, max_num_batched_tokens, ladders
+):
+    buckets = table(max_num_seqs, max_num_batched_tokens, **ladders)
+    names = list(buckets)
+    assert len(set(names)) == len(names)
+    assert names == [*sorted(buckets.decode), *sorted(buckets.mixed)]
+    for bucket in names:
+        assert 1 <= bucket.num_rows <= max_num_seqs
+        assert bucket.num_rows <= bucket.num_tokens <= max_num_batched_tokens
+    assert all(bucket.is_decode for bucket in buckets.decode)
+    assert not any(bucket.is_decode for bucket in buckets.mixed)
+    assert buckets.mixed_tokens == tuple(bucket.num_tokens for bucket in buckets.mixed)
+
+
+def test_given_ladders_are_used():
+    buckets = table(8, 40, decode_rows=(2, 5), mixed_tokens=(20,))
+    assert buckets.decode == [(2, 2), (5, 5), (8, 8)]
+    assert buckets.mixed_tokens == (20, 40)
+
+
+class Step:
+    """A step under construction: requests with rows and blocks, and what is scheduled of them."""
+
+    def __init__(self, builder: StepInputsBuilder, max_num_seqs: int = 4):
+        self.builder = builder
+        self.block_tables = np.zeros((max_num_seqs, MAX_BLOCKS), np.int32)
+        self.scheduled: list[ScheduledRequest] = []
+        self._new_block_ids = itertools.count(1)
+
+    def add(self, row: int, token_ids: list[int], start: int, num_tokens: int, **params) -> Request:
+        seed = params.pop("seed", 0)
+        request = Request(
+            request_id=f"in row {row}",
+            prompt_token_ids=token_ids,
+            params=SamplingParams(**params),
+            seed=seed,
+            row=row,
+        )
+        num_blocks = -(-(start + num_tokens) // BLOCK_SIZE)
+        self.block_tables[row, :num_blocks] = [next(self._new_block_ids) for _ in range(num_blocks)]
+        samples = start + num_tokens == len(token_ids)
+        self.scheduled.append(ScheduledRequest(request, start, num_tokens, samples))
+        return request
+
+    def build(self):
+        bucket, buffer = self.builder.build(self.scheduled, self.block_tables)
+        assert buffer.dtype == np.int32 and buffer.shape == (buffer_size(bucket, MAX_BLOCKS),)
+        return bucket, buffer, unpack(buffer, bucket, MAX_BLOCKS)
+
+
+@pytest.fixture
+def builder() -> StepInputsBuilder:
+    buckets = table(4, 16, decode_rows=(2,), mixed_tokens=(8,))
+    return StepInputsBuilder(buckets=buckets, block_size=BLOCK_SIZE, max_num_seqs=4)
+
+
+def test_mixed_step_is_laid_out_row_by_row_and_padded(builder):
+    step = Step(builder)
+    step.add(2, list(range(100, 109)), 8, 1)  # its ninth token, in its third block
+    step.add(0, list(range(200, 210)), 3, 5)  # a chunk over three blocks, not the last
+    step.add(3, list(range(300, 304)), 0, 4)  # a whole prompt
+    bucket, _, inputs = step.build()
+    assert bucket == (16, 4)
+    attention, padding = inputs.attention, [0] * 6
+    np.testing.assert_array_equal(
+        inputs.token_ids, [108, *range(203, 208), *range(300, 304), *padding]
+    )
+    np.testing.assert_array_equal(attention.positions, [8, *range(3, 8), *range(4), *padding])
+    # Blocks: row 2 has 1 to 3, row 0 has 4 and 5, row 3 has 6.
+    np.testing.assert_array_equal(
+        attention.slot_mapping, [12, 19, 20, 21, 22, 23, 24, 25, 26, 27, *padding]
+    )
+    np.testing.assert_array_equal(attention.query_start_loc, [0, 1, 6, 10, 10])
+    np.testing.assert_array_equal(attention.seq_lens, [9, 8, 4, 0])
+    np.testing.assert_array_equal(
+        attention.block_tables,
+        [[1, 2, 3, 0, 0, 0], [4, 5, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]],
+    )
+    np.testing.assert_array_equal(inputs.logits_indices, [0, 5, 9, 0])
+    np.testing.assert_array_equal(inputs.sampling.positions, [9, 8, 4, 0])
+
+
+def test_decode_step_is_one_token_per_row(builder):
+    step = Step(builder)
+    step.add(1, list(range(100, 105)), 4, 1)
+    step.add(3, [200], 0, 1)
+    step.add(0, list(range(300, 304)), 3, 1)
+    bucket, _, inputs = step.build()
+    assert bucket == (4, 4) and bucket.is_decode
+    np.testing.assert_array_equal(inputs.token_ids, [104, 200, 303, 0])
+    np.testing.assert_array_equal(inputs.attention.positions, [4, 0, 3, 0])
+    np.testing.assert_array_equal(inputs.attention.slot_mapping, [8, 12, 19, 0])
+    np.testing.assert_array_equal(inputs.attention.query_start_loc, [0, 1, 2, 3, 3])
+    np.testing.assert_array_equal(inputs.attention.seq_lens, [5, 1, 4, 0])
+    np.testing.assert_array_equal(inputs.logits_indices, [0, 1, 2, 0])
+
+
+def test_device_cuts_the_same_arrays_off_the_buffer_as_the_host(builder):
+    step = Step(builder)
+    step.add(0, [7] * 6, 2, 4, temperature=0.7, top_p=0.9, top_k=5, seed=2**63 + 5, logprobs=0)
+    step.add(1, [8] * 3, 0, 3, temperature=1e-45)
+    bucket, buffer, on_host = step.build()
+    on_device = jax.jit(unpack, static_argnums=(1, 2))(buffer, bucket, MAX_BLOCKS)
+    host_leaves, host_tree = jax.tree.flatten(on_host)
+    device_leaves, device_tree = jax.tree.flatten(on_device)
+    assert host_tree == device_tree
+    for host, device in zip(host_leaves, device_leaves, strict=True):
+        assert host.dtype == device.dtype
+        np.testing.assert_array_equal(host.view(np.int32), np.asarray(device).view(np.int32))
+    assert sum(leaf.size for leaf in host_leaves) == buffer.size
+
+
+def test_sampling_parameters_stand_in_the_requests_row_and_padding_is_greedy(builder):
+    step = Step(builder)
+    seed = 0xFEDCBA9876543210
+    step.add(3, [1, 2], 1, 1, temperature=0.5, top_k=7, top_p=0.25, seed=seed, logprobs=0)
+    step.add(1, [1, 2], 1, 1, temperature=0.0, top_k=-1)
+    step.add(0, [1, 2], 1, 1, temperature=0.9, top_k=1)  # the best of one is greedy
+    _, _, inputs = step.build()
+    sampling = inputs.sampling
+    np.testing.assert_array_equal(sampling.temperature, np.float32([0.5, 0.0, 0.0, 0.0]))
+    np.testing.assert_array_equal(sampling.top_k[:2], [7, 0])
+    np.testing.assert_array_equal(sampling.top_p[:2], np.float32([0.25, 1.0]))
+    np.testing.assert_array_equal(
+        sampling.seed[:, 0].view(np.uint32), np.uint32([0x76543210, 0xFEDCBA98])
+    )
+    np.testing.assert_array_equal(sampling.wants_logprobs, [1, 0, 0, 0])
+
+
+def test_recycled_row_takes_the_sampling_parameters_of_its_new_owner(builder):
+    first = Step(builder)
+    first.add(0, [1, 2], 1, 1, temperature=0.5, top_k=7, seed=1, logprobs=0)
+    first.build()
+    second = Step(builder)
+    second.add(0, [1, 2], 1, 1, temperature=0.8, top_p=0.5, seed=2)
+    sampling = second.build()[2].sampling
+    assert sampling.temperature[0] == np.float32(0.8) and sampling.top_p[0] == np.float32(0.5)
+    assert sampling.top_k[0] == 0 and sampling.seed[0, 0] == 2
+    assert sampling.wants_logprobs[0] == 0
+    # The first owner may come back to the same row after a preemption.
+    sampling = builder.build(first.scheduled, first.block_tables)
+    sampling = unpack(sampling[1], sampling[0], MAX_BLOCKS).sampling
+    assert sampling.temperature[0] == np.float32(0.5) and sampling.top_k[0] == 7
+
+
+def test_step_that_no_bucket_takes_is_our_own_bug(builder):
+    with pytest.raises(AssertionError, match="17 tokens of 2"):
+        builder.buckets.find(17, 2)
+    assert builder.buckets.find(16, 2) == Bucket(16, 4)

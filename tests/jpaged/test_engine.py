@@ -1,0 +1,273 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpaged.config import EngineConfig
+from jpaged.engine import Engine
+from jpaged.models.llama import Llama
+from jpaged.request import FinishReason
+from jpaged.runner import kv_cache
+from jpaged.sampling_params import SamplingParams
+from tests import tiny_models
+from tests.invariance.engines import LIMITS, Job, answer, finish, open_engine, shared_engine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPT = list(range(40))
+
+
+@pytest.fixture
+def engine(tiny_model):
+    return shared_engine(tiny_model("gqa"))
+
+
+def test_engine_with_nothing_to_do_steps_to_nothing(engine):
+    assert not engine.has_unfinished_requests
+    assert engine.step() == []
+
+
+def test_steps_bring_one_token_each_once_the_prompt_is_computed(engine):
+    prompt = list(range(100))  # more than the 64 tokens of a step
+    request = engine.add_request("a", prompt, SamplingParams(max_tokens=3, logprobs=0, seed=1))
+    assert engine.step() == []
+    brought = [engine.step() for _ in range(3)]
+    assert [len(outputs) for outputs in brought] == [1, 1, 1]
+    assert [outputs[0].token_ids[0] for outputs in brought] == request.output_token_ids
+    assert [outputs[0].logprobs[0] for outputs in brought] == request.logprobs
+    assert request.is_finished and request.finish_reason is FinishReason.LENGTH
+    assert not engine.has_unfinished_requests
+
+
+def test_log_probabilities_come_only_where_asked_for(engine):
+    asks, other = answer(
+        engine, [Job(PROMPT, dataclasses.replace(GREEDY, logprobs=0)), Job(PROMPT[:9], GREEDY)]
+    )
+    assert len(asks.logprobs) == 8 and all(value < 0 for value in asks.logprobs)
+    assert other.logprobs == []
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ([], "prompt_token_ids is empty"),
+        ([3, -1], "holds -1"),
+        ([3, tiny_models.NUM_TOKENS_KNOWN], f"holds {tiny_models.NUM_TOKENS_KNOWN}.*0 to"),
+        ([3] * LIMITS["max_model_len"], f"has {LIMITS['max_model_len']} tokens"),
+    ],
+)
+def test_prompt_that_cannot_run_is_refused_and_leaves_nothing(engine, token_ids, message):
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("bad", token_ids)
+    assert not engine.has_unfinished_requests
+    assert len(answer(engine, [Job(PROMPT, GREEDY)])[0].output_token_ids) == 8
+
+
+def test_id_in_use_is_refused_and_a_finished_one_can_be_used_again(engine):
+    engine.add_request("a", PROMPT, GREEDY)
+    with pytest.raises(ValueError, match="'a'"):
+        engine.add_request("a", PROMPT, GREEDY)
+    finish(engine)
+    engine.add_request("a", PROMPT, GREEDY)
+    finish(engine)
+
+
+def test_without_max_tokens_the_answer_goes_on_to_the_models_end(tiny_model):
+    engine = shared_engine(tiny_model("gqa"), num_blocks=14, max_model_len=200)
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    long, short = answer(
+        engine, [Job([1] * 150, params), Job([1] * 190, SamplingParams(max_tokens=50, seed=0))]
+    )
+    assert long.num_tokens == 200 and long.finish_reason is FinishReason.LENGTH
+    assert short.num_tokens <= 200
+
+
+def test_end_of_sequence_ends_an_answer_unless_ignored(engine, goldens):
+    golden = goldens("tiny-gqa")["answers"][1]
+    eos = golden["token_ids"].index(tiny_models.EOS_TOKEN_ID)
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    ends, goes_on = answer(
+        engine,
+        [
+            Job(golden["prompt_token_ids"], params),
+            Job(golden["prompt_token_ids"], dataclasses.replace(params, ignore_eos=True)),
+        ],
+    )
+    assert ends.output_token_ids == golden["token_ids"][: eos + 1]
+    assert ends.finish_reason is FinishReason.STOP and ends.stop_reason is None
+    assert goes_on.output_token_ids == golden["token_ids"]
+
+
+def test_stop_token_ends_an_answer_and_is_named(engine):
+    [whole] = answer(engine, [Job(PROMPT, GREEDY)])
+    stop = whole.output_token_ids[3]
+    [cut] = answer(engine, [Job(PROMPT, dataclasses.replace(GREEDY, stop_token_ids=[stop]))])
+    end = whole.output_token_ids.index(stop) + 1
+    assert cut.output_token_ids == whole.output_token_ids[:end]
+    assert cut.finish_reason is FinishReason.STOP and cut.stop_reason == stop
+
+
+def test_abort_and_finish_end_a_request_at_once_and_free_its_blocks(engine):
+    aborted = engine.add_request("a", PROMPT, GREEDY)
+    stopped = engine.add_request("b", PROMPT[::-1], GREEDY)
+    engine.step()
+    engine.abort("a")
+    engine.abort("nobody")
+    engine.finish("b", "a stop string")
+    assert aborted.finish_reason is FinishReason.ABORT
+    assert stopped.finish_reason is FinishReason.STOP and stopped.stop_reason == "a stop string"
+    assert engine.kv_cache_manager.pool.num_blocks_in_use == 0
+    assert not engine.has_unfinished_requests and engine.step() == []
+
+
+def test_request_without_a_seed_draws_one_from_the_engines(tiny_model):
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.5)
+
+    def answers(seed: int) -> list[list[int]]:
+        engine = open_engine(tiny_model("gqa"), seed=seed)
+        return [request.output_token_ids for request in answer(engine, [Job(PROMPT, params)] * 3)]
+
+    first = answers(1)
+    assert len({tuple(token_ids) for token_ids in first}) == 3
+    assert answers(1) == first
+    assert answers(2) != first
+
+
+def test_salts_keep_equal_prompts_apart(engine):
+    for number, salt in enumerate(["", "x", "x", "y", ""]):
+        engine.add_request(str(number), PROMPT, GREEDY, cache_salt=salt)
+        [request] = engine.scheduler.requests.values()
+        finish(engine)
+        assert request.num_cached_tokens == (32 if number in (2, 4) else 0)
+
+
+def test_resetting_the_prefix_cache_forgets_it(engine):
+    answer(engine, [Job(PROMPT, GREEDY)])
+    assert answer(engine, [Job(PROMPT, GREEDY)])[0].num_cached_tokens == 32
+    engine.reset_prefix_cache()
+    assert answer(engine, [Job(PROMPT, GREEDY)])[0].num_cached_tokens == 0
+
+
+def test_pool_is_sized_by_the_bytes_that_are_given(tiny_model):
+    limits = {"num_blocks": None, "max_model_len": None}
+    block = 2 * 2 * 2 * 16 * 16 * 4  # layers, K and V, heads, tokens, dimensions, bytes
+    engine = open_engine(tiny_model("gqa"), kv_cache_memory_bytes=7 * block + 5, **limits)
+    assert engine.num_blocks == 7 and engine.max_model_len == 7 * 16
+    per_block = kv_cache.block_bytes(engine.model_config, block_size=16, dtype=engine.dtype)
+    assert per_block == block
+    with pytest.raises(ValueError, match=f"kv_cache_memory_bytes is 9; one block takes {block}"):
+        open_engine(tiny_model("gqa"), kv_cache_memory_bytes=9, **limits)
+
+
+def test_pool_holds_every_request_at_full_length_where_memory_allows(tiny_model):
+    engine = open_engine(tiny_model("gqa"), num_blocks=None, max_model_len=None, max_num_seqs=3)
+    assert engine.max_model_len == 512
+    assert engine.num_blocks == 3 * 512 // 16
+
+
+def test_model_that_does_not_fit_into_memory_is_refused_with_the_sums(tiny_model, monkeypatch):
+    monkeypatch.setattr("jpaged.engine._available_host_bytes", lambda: 1 << 20)
+    with pytest.raises(ValueError, match="does not fit.*memory_utilization 0.01"):
+        open_engine(tiny_model("gqa"), num_blocks=None, max_model_len=None, memory_utilization=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 513}, "max_model_len is 513.*positions end at 512"),
+        ({"num_blocks": 3, "max_model_len": 49}, "max_model_len is 49.*holds 48 tokens"),
+    ],
+)
+def test_limits_that_contradict_each_other_are_refused(options, message, tiny_model):
+    with pytest.raises(ValueError, match=message):
+        open_engine(tiny_model("gqa"), **options)
+
+
+def test_step_that_fails_is_raised_and_the_engine_refuses_to_go_on(tiny_model, monkeypatch):
+    engine = open_engine(tiny_model("gqa"))
+    engine.add_request("a", PROMPT, GREEDY)
+
+    def fail(*_):
+        raise FloatingPointError("the device is gone")
+
+    monkeypatch.setattr(engine.runner, "execute", fail)
+    with pytest.raises(FloatingPointError, match="the device is gone"):
+        engine.step()
+    with pytest.raises(RuntimeError, match="failed earlier") as error:
+        engine.step()
+    assert "the device is gone" in str(error.value.__cause__)
+
+
+def test_closing_frees_the_cache_ends_all_requests_and_is_final(tiny_model):
+    engine = open_engine(tiny_model("gqa"))
+    request = engine.add_request("a", PROMPT, GREEDY)
+    layers = engine.runner.kv_cache
+    engine.close()
+    assert all(layer.is_deleted() for layer in layers)
+    assert request.finish_reason is FinishReason.ABORT
+    with pytest.raises(RuntimeError):
+        engine.step()
+    engine.close()  # again does nothing
+
+
+def test_totals_add_up(tiny_model):
+    engine = open_engine(tiny_model("gqa"))
+    answer(engine, [Job(PROMPT, GREEDY), Job(PROMPT[:7], GREEDY)])
+    stats = engine.stats
+    # 47 prompt tokens in one mixed step of 64, then seven steps of two tokens in eight.
+    assert (stats.steps, stats.num_tokens, stats.num_padded_tokens) == (8, 61, 120)
+    assert stats.padding_share == pytest.approx(1 - 61 / 120)
+    assert 0 < stats.host_s < stats.step_s
+    # Both hold between 1 and 15 slots too many.
+    assert 0 < stats.kv_waste < 30 / 64
+
+
+class TestUpdateWeights:
+    """Swapping in another module of the same shape."""
+
+    @pytest.fixture
+    def engine(self, tiny_model):
+        return open_engine(tiny_model("gqa"))
+
+    @pytest.fixture
+    def other(self, tiny_model):
+        """The same shape with other weights."""
+        module = open_engine(tiny_model("gqa")).runner.model()
+        for leaf in jax.tree.leaves(module, is_leaf=lambda x: isinstance(x, nnx.Param)):
+            leaf[...] = leaf[...][::-1]
+        return module
+
+    def test_arrays_are_taken_over_without_a_copy_and_answers_follow(self, engine, other):
+        [before] = answer(engine, [Job(PROMPT, GREEDY)])
+        engine.update_weights(other)
+        arrays = jax.tree.leaves(nnx.state(other))
+        for ours, theirs in zip(engine.runner.leaves, arrays, strict=True):
+            assert ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
+        [after] = answer(engine, [Job(PROMPT, GREEDY)])
+        assert after.num_cached_tokens == 0  # K and V of the old weights are forgotten
+        [expected] = answer(Engine(other, EngineConfig(**LIMITS)), [Job(PROMPT, GREEDY)])
+        assert before.output_token_ids != after.output_token_ids == expected.output_token_ids
+
+    def test_nothing_is_compiled_again(self, engine, other):
+        answer(engine, [Job(PROMPT, GREEDY)])
+        engine.warm_up([])
+        engine.update_weights(other)
+        answer(engine, [Job(PROMPT, GREEDY)])
+        assert engine.compilations_after_warm_up == 0
+
+    def test_unfinished_requests_keep_the_weights(self, engine, other):
+        engine.add_request("a", PROMPT, GREEDY)
+        with pytest.raises(ValueError, match="1 requests are unfinished"):
+            engine.update_weights(other)
+
+    def test_module_of_another_shape_or_dtype_is_refused(self, engine, other):
+        config = engine.model_config
+        leaves = engine.runner.leaves
+        deeper = dataclasses.replace(config, num_layers=3)
+        with pytest.raises(ValueError, match="structure differs"):
+            engine.update_weights(Llama(deeper, dtype=np.dtype("float32")))
+        other.norm.weight = nnx.Param(jax.numpy.ones((65,)), **other.norm.weight.get_metadata())
+        with pytest.raises(ValueError, match=r"norm.*float32\[65\].*must be float32\[64\]"):
+            engine.update_weights(other)
+        assert engine.runner.leaves is leaves
