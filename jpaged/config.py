@@ -142,7 +142,7 @@ class EngineConfig:
             not preempted at once.
         scheduling_policy: "fcfs" or "priority" (lower `priority` runs first, then arrival).
         decode_buckets: Padded sizes of steps in which every request computes one token. `None`:
-            1, 4, 16, then doubling up to `max_num_seqs`.
+            1, 4, then doubling up to `max_num_seqs`.
         mixed_buckets: Padded token counts of all other steps. `None`: 64, 256, then times four
             up to `max_num_batched_tokens`.
         dtype: "auto" (float32 on CPU, the checkpoint's 16-bit type or bfloat16 on GPU),

@@ -87,7 +87,7 @@ class BucketTable:
         """Makes the default ladders, or takes the given ones, cut to the two limits."""
         max_rows = min(max_num_seqs, max_num_batched_tokens)
         if decode_rows is None:
-            decode_rows = (1, 4, 16, *(2**i for i in range(5, max_rows.bit_length())))
+            decode_rows = (1, *(2**i for i in range(2, max_rows.bit_length())))
         self.decode = [Bucket(n, n) for n in _ladder(decode_rows, max_rows)]
         if mixed_tokens is None:
             mixed_tokens = tuple(4**i for i in range(3, 16))

@@ -21,10 +21,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.inputs import AttentionInputs
 
-ROWS = 4
-ROW_CHUNK = 256
+ROWS = 8
+ROW_CHUNK = 128
 TILE = 64
-TILE_CHUNK = 128
+TILE_CHUNK = 64
 
 
 def paged_attention_xla(

@@ -122,6 +122,7 @@ def tiny_llama(variant: str) -> Llama:
     return Llama(tiny_models.tiny_config(variant), tiny_models.tiny_weights(variant))
 
 
+@functools.cache
 def uniform(seed: int, position: int) -> float:
     """The number in [0, 1) that decides the token at `position`."""
     key = jax.random.wrap_key_data(

@@ -121,6 +121,13 @@ def test_abort_and_finish_end_a_request_at_once_and_free_its_blocks(engine):
     assert not engine.has_unfinished_requests and engine.step() == []
 
 
+@pytest.mark.parametrize("top_p", [1e-40, 1e-60])
+def test_top_p_that_float32_cannot_hold_keeps_the_best_token(engine, top_p):
+    params = SamplingParams(max_tokens=8, ignore_eos=True, top_p=top_p, seed=1)
+    sampled, greedy = answer(engine, [Job(PROMPT, params), Job(PROMPT, GREEDY)])
+    assert sampled.output_token_ids == greedy.output_token_ids
+
+
 def test_request_without_a_seed_draws_one_from_the_engines(tiny_model):
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.5)
 

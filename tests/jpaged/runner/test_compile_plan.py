@@ -56,7 +56,6 @@ def test_workspace_is_that_of_the_largest_program():
         return jax.jit(lambda x: jnp.sin(x @ x) @ x).lower(x)
 
     plan = CompilePlan({n: lambda n=n: lower(n) for n in (8, 64)})
-    assert plan.workspace_bytes() == 0
     plan.compile([64])
     large = plan.workspace_bytes()
     assert large >= 64 * 64 * 4
