@@ -177,7 +177,7 @@ class Engine:
         self.stats = EngineStats()
         self.last_bucket: Bucket | None = None
         self._seeds = np.random.default_rng(config.seed)
-        self._failure: BaseException | None = None
+        self._failure: RuntimeError | None = None
         cache_mib = (
             self.num_blocks
             * kv_cache.block_bytes(self.model_config, block_size=block_size, dtype=self.dtype)
@@ -227,7 +227,11 @@ class Engine:
         """Compiles the programs (`None`: all) before they are needed.
 
         Afterwards steps compile nothing; `compilations_after_warm_up` proves it.
+
+        Raises:
+            RuntimeError: If the engine was closed or has failed.
         """
+        self._check_alive()
         self.runner.compile(buckets, show_progress=show_progress)
         self._compilations_at_warm_up = self._compilations.count
 
@@ -300,8 +304,7 @@ class Engine:
         Raises:
             RuntimeError: If an earlier step failed; the engine then holds no cache any more.
         """
-        if self._failure is not None:
-            raise RuntimeError("the engine failed earlier; make a new one") from self._failure
+        self._check_alive()
         if not self.scheduler.has_unfinished:
             return []
         started = time.perf_counter()
@@ -315,7 +318,8 @@ class Engine:
                 self.runner.copy_blocks(output.copies)
             result = self.runner.execute(bucket, buffer, len(output.scheduled))
         except BaseException as error:
-            self._failure = error  # the donated cache is gone
+            # The donated cache is gone.
+            self._failure = RuntimeError(f"an earlier step failed: {error!r}")
             raise
         executed = time.perf_counter()
         outputs = self.scheduler.update(output, result.token_ids, result.logprobs)
@@ -331,6 +335,10 @@ class Engine:
         stats.allocated_slot_s += allocated * (ended - started)
         stats.used_slot_s += used * (ended - started)
         return outputs
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"{self._failure}; make a new engine") from self._failure
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; running requests go on."""

@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from numbers import Integral
 from typing import Any
 
 from flax import nnx
@@ -59,6 +60,7 @@ class LLM:
         config = make_engine_config(options)
         self._show_progress = show_progress
         self._request_ids = itertools.count()
+        self._is_streaming = False
         self.tokenizer = tokenizer
         if isinstance(model, nnx.Module):
             if revision is not None:
@@ -89,7 +91,7 @@ class LLM:
         """Answers all prompts and returns the answers in their order.
 
         Args:
-            prompts: One prompt or a list. A prompt is text, a list of token ids, a chat (a list
+            prompts: One prompt or a list. A prompt is text, a list or array of token ids, a chat (a list
                 of messages with "role" and "content"), or as in vLLM a dict with "prompt" or
                 "prompt_token_ids".
             sampling_params: One for all, or one for each prompt; `None`: the defaults.
@@ -125,8 +127,16 @@ class LLM:
 
         A caller who stops iterating aborts what is unfinished.
         """
+        if self._is_streaming:
+            raise ValueError(
+                "this LLM is in the middle of another stream; finish or close that iterator first"
+            )
         encoded = [self._encode(prompt) for prompt in prompts]
+        for param in params:
+            if self.tokenizer is None and param.stop:
+                raise ValueError(f"SamplingParams.stop is {param.stop!r}; it needs a tokenizer")
         answers: dict[str, _Answer] = {}
+        self._is_streaming = True
         try:
             for index, ((text, token_ids), param) in enumerate(zip(encoded, params, strict=True)):
                 request_id = f"llm-{next(self._request_ids)}"
@@ -147,6 +157,7 @@ class LLM:
                     elif delta:
                         yield answer.index, delta, None
         finally:
+            self._is_streaming = False
             for request_id in answers:
                 self.engine.abort(request_id)
 
@@ -167,8 +178,9 @@ class LLM:
                     f"a prompt has the keys {sorted(prompt)}; give 'prompt' or 'prompt_token_ids'"
                 )
             prompt = next(iter(prompt.values()))
-        if not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt):
-            return None, list(prompt)  # type: ignore[arg-type]
+        prompt = _from_array(prompt)
+        if not isinstance(prompt, str) and all(isinstance(i, Integral) for i in prompt):
+            return None, [int(i) for i in prompt]  # type: ignore[call-overload]
         if self.tokenizer is None:
             raise ValueError(
                 "this model has no tokenizer; give token ids, or LLM(..., tokenizer=...)"
@@ -205,8 +217,6 @@ class _Answer:
         self.request = request
         self._prompt = prompt
         params = request.params
-        if tokenizer is None and params.stop:
-            raise ValueError(f"SamplingParams.stop is {params.stop!r}; it needs a tokenizer")
         self._detokenizer = Detokenizer(tokenizer, params) if tokenizer else None
 
     def add(self, token_ids: Sequence[int]) -> str:
@@ -286,10 +296,15 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one or many: a list of ints or of messages is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    entries: list[Any] = list(prompts)
-    is_ids = all(isinstance(entry, int) for entry in entries)
+    entries: list[Any] = list(_from_array(prompts))
+    is_ids = all(isinstance(entry, Integral) for entry in entries)
     is_chat = all(isinstance(entry, Mapping) and "role" in entry for entry in entries)
     return [entries] if entries and (is_ids or is_chat) else entries
+
+
+def _from_array(value: Any) -> Any:
+    """Ids in a NumPy or JAX array as a list, or a list of lists; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _one_for_each(

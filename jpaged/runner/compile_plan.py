@@ -106,8 +106,14 @@ class CompilePlan:
     def workspace_bytes(self) -> int:
         """Temporary memory of the largest program, by the compiler's own account."""
         analyses = [program.memory_analysis() for program in self._compiled.values()]
-        return max(
+        sizes = [
             a.temp_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes
             for a in analyses
             if a is not None
-        )
+        ]
+        if not sizes:
+            raise ValueError(
+                "the compiler does not tell what memory its programs need; give "
+                "EngineConfig.kv_cache_memory_bytes"
+            )
+        return max(sizes)

@@ -250,6 +250,9 @@ class StepInputsBuilder:
         params = request.params
         top_k = 0 if params.top_k == -1 else min(params.top_k, 2**31 - 1)
         seed = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32], np.uint32).view(np.int32)
+        # What float32 cannot hold means the same as the nearest that it can: a huge temperature
+        # makes all tokens alike, a tiny top_p keeps the best one.
+        temperature = 0.0 if params.is_greedy else min(params.temperature, 1e30)
         self._owners[row] = request
-        self._floats[:, row] = 0.0 if params.is_greedy else params.temperature, params.top_p
+        self._floats[:, row] = temperature, max(params.top_p, 1e-30)
         self._ints[:, row] = top_k, *seed, params.logprobs is not None
