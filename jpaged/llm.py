@@ -91,9 +91,9 @@ class LLM:
         """Answers all prompts and returns the answers in their order.
 
         Args:
-            prompts: One prompt or a list. A prompt is text, a list or array of token ids, a chat (a list
-                of messages with "role" and "content"), or as in vLLM a dict with "prompt" or
-                "prompt_token_ids".
+            prompts: One prompt or a list. A prompt is text, a list or array of token ids, a chat
+                (a list of messages with "role" and "content"), or as in vLLM a dict with "prompt"
+                or "prompt_token_ids".
             sampling_params: One for all, or one for each prompt; `None`: the defaults.
 
         Raises:
