@@ -177,7 +177,8 @@ class Engine:
         self.stats = EngineStats()
         self.last_bucket: Bucket | None = None
         self._seeds = np.random.default_rng(config.seed)
-        self._failure: RuntimeError | None = None
+        self._failure: BaseException | None = None
+        self._is_closed = False
         cache_mib = (
             self.num_blocks
             * kv_cache.block_bytes(self.model_config, block_size=block_size, dtype=self.dtype)
@@ -318,8 +319,7 @@ class Engine:
                 self.runner.copy_blocks(output.copies)
             result = self.runner.execute(bucket, buffer, len(output.scheduled))
         except BaseException as error:
-            # The donated cache is gone.
-            self._failure = RuntimeError(f"an earlier step failed: {error!r}")
+            self._failure = error  # the donated cache is gone
             raise
         executed = time.perf_counter()
         outputs = self.scheduler.update(output, result.token_ids, result.logprobs)
@@ -337,8 +337,10 @@ class Engine:
         return outputs
 
     def _check_alive(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the engine was closed; make a new one")
         if self._failure is not None:
-            raise RuntimeError(f"{self._failure}; make a new engine") from self._failure
+            raise RuntimeError("the engine failed earlier; make a new one") from self._failure
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; running requests go on."""
@@ -362,10 +364,10 @@ class Engine:
         """Aborts all requests and frees the KV cache; the engine cannot be used afterwards."""
         for request_id in list(self.scheduler.requests):
             self.abort(request_id)
-        if self._failure is None or self.runner.leaves:
+        if not self._is_closed:
+            self._is_closed = True
             self._compilations.close()
-        self.runner.close()
-        self._failure = self._failure or RuntimeError("the engine was closed")
+            self.runner.close()
 
 
 def _resolve_dtype(asked: str, stored: str) -> jnp.dtype:

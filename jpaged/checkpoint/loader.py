@@ -1,15 +1,18 @@
 """From a checkpoint's tensors to a module's leaves on the device, one leaf at a time."""
 
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
 from jpaged.checkpoint.checkpoint import Checkpoint
 from jpaged.models.llama import LeafSource
+
+_AHEAD = 3
 
 
 def leaf_path(path: tuple) -> str:
@@ -27,7 +30,8 @@ def load_model(
 ) -> nnx.Module:
     """Fills an abstract module from a checkpoint.
 
-    At any moment the host holds the tensors of one leaf besides what is already on the device.
+    Two threads read and dequantise ahead of the device, at most `_AHEAD` leaves: the host holds
+    those besides what is already on the device.
 
     Args:
         model: Made by `nnx.eval_shape`; its leaves say which shape and dtype are wanted.
@@ -36,33 +40,34 @@ def load_model(
         show_progress: Draws a progress bar.
 
     Raises:
-        ValueError: If a leaf comes out in another shape than the model's, or not finite.
+        ValueError: If a leaf comes out in another shape than the model's.
     """
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten_with_path(state)
-    filled = []
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)
     bar = tqdm(
-        total=num_bytes,
-        desc="loading weights",
-        unit="B",
-        unit_scale=True,
+        total=num_bytes, desc="loading weights", unit="B", unit_scale=True,
         disable=not show_progress,
-    )
-    with bar:
-        for path, leaf in leaves:
-            name = leaf_path(path)
-            source = sources[name]
-            array = source.build(*(checkpoint.read(tensor) for tensor in source.names))
-            if array.shape != leaf.shape:
-                raise ValueError(
-                    f"{' + '.join(source.names)} make {list(array.shape)}; "
-                    f"the model needs {list(leaf.shape)} for {name}"
-                )
-            filled.append(_to_device(array, leaf.dtype))
-            bar.update(leaf.size * leaf.dtype.itemsize)
+    )  # fmt: skip
+
+    def read(path, leaf) -> np.ndarray:
+        name = leaf_path(path)
+        source = sources[name]
+        array = source.build(*(checkpoint.read(tensor) for tensor in source.names))
+        if array.shape != leaf.shape:
+            raise ValueError(
+                f"{' + '.join(source.names)} make {list(array.shape)}; "
+                f"the model needs {list(leaf.shape)} for {name}"
+            )
+        return np.ascontiguousarray(array.astype(leaf.dtype, copy=False))
+
+    filled = []
+    reading = deque()
+    with bar, ThreadPoolExecutor(2) as pool:
+        for path_and_leaf in [*leaves, *[None] * _AHEAD]:
+            if path_and_leaf is not None:
+                reading.append(pool.submit(read, *path_and_leaf))
+            if reading and (len(reading) > _AHEAD or path_and_leaf is None):
+                filled.append(jax.device_put(reading.popleft().result()))
+                bar.update(filled[-1].nbytes)
     return nnx.merge(graphdef, jax.tree.unflatten(treedef, filled))
-
-
-def _to_device(array: np.ndarray, dtype: jnp.dtype) -> jax.Array:
-    return jax.device_put(np.ascontiguousarray(array.astype(dtype, copy=False)))
