@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -39,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     try:
         return args.run(args)
+    except BrokenPipeError:
+        # Whoever read our output has left; what is buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as error:
         print(f"jpaged: error: {error}", file=sys.stderr)
         return 2

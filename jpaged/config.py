@@ -35,6 +35,12 @@ def check_range(
         raise ValueError(f"{owner}.{name} is {value!r}; it must be {wanted}")
 
 
+def check_int(owner: str, name: str, value: object) -> None:
+    """Raises `ValueError` unless the value is a whole number or `None`."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise ValueError(f"{owner}.{name} is {value!r}; it must be a whole number")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3RopeScaling:
     """Llama 3.1's rescaling of rotary frequencies (`rope_type: llama3`)."""
@@ -176,6 +182,7 @@ class EngineConfig:
             "num_blocks",
             "kv_cache_memory_bytes",
         ):
+            check_int(owner, name, getattr(self, name))
             check_range(owner, name, getattr(self, name), minimum=1)
         check_range(
             owner, "long_prefill_token_threshold", self.long_prefill_token_threshold, minimum=0
@@ -183,6 +190,8 @@ class EngineConfig:
         check_range(owner, "watermark", self.watermark, minimum=0.0, maximum=0.5)
         check_range(owner, "memory_utilization", self.memory_utilization, minimum=0.01, maximum=1.0)
         check_range(owner, "seed", self.seed, minimum=0, maximum=2**63 - 1)
+        check_int(owner, "long_prefill_token_threshold", self.long_prefill_token_threshold)
+        check_int(owner, "seed", self.seed)
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ValueError(
                 f"{owner}.scheduling_policy is {self.scheduling_policy!r}; "
@@ -193,7 +202,11 @@ class EngineConfig:
                 f"{owner}.dtype is {self.dtype!r}; it must be 'auto', 'float32' or 'bfloat16'"
             )
         for name in ("decode_buckets", "mixed_buckets"):
-            for size in getattr(self, name) or ():
+            sizes: tuple[int, ...] | None = getattr(self, name)
+            if not isinstance(sizes, tuple | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(f"{owner}.{name} is {sizes!r}; it must be a tuple of sizes")
+            for size in sizes or ():
+                check_int(owner, name, size)
                 check_range(owner, name, size, minimum=1)
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError(

@@ -26,7 +26,7 @@ from jpaged.models.registry import find_family
 from jpaged.request import FinishReason, Request, StepOutput
 from jpaged.runner import kv_cache
 from jpaged.runner.compile_plan import CompilationCounter, enable_persistent_cache
-from jpaged.runner.model_runner import ModelRunner
+from jpaged.runner.model_runner import ModelRunner, check_leaves
 from jpaged.runner.step_inputs import Bucket, BucketTable
 from jpaged.sampling_params import SamplingParams
 
@@ -102,15 +102,22 @@ class Engine:
         """
         config = config or EngineConfig()
         enable_persistent_cache()
-        self._compilations = CompilationCounter()
-        self._compilations_at_warm_up = 0
         # Every module of `jpaged.models` has its config.
-        self.model_config: ModelConfig = model_config or getattr(model, "config")  # noqa: B009
+        model_config = model_config or getattr(model, "config", None)
+        if not isinstance(model_config, ModelConfig):
+            raise ValueError(f"model is a {type(model).__name__}; give a module of jpaged.models")
+        self.model_config = model_config
+        check_leaves(model)
         is_cpu = jax.default_backend() == "cpu"
         max_num_seqs = config.max_num_seqs or (16 if is_cpu else 256)
         max_num_batched_tokens = config.max_num_batched_tokens or (256 if is_cpu else 2048)
         leaves = jax.tree.leaves(nnx.state(model))
         self.dtype = leaves[0].dtype
+        if config.dtype not in ("auto", str(self.dtype)):
+            raise ValueError(
+                f"EngineConfig.dtype is {config.dtype!r}; the module's arrays are {self.dtype}: "
+                "give 'auto', or convert the module"
+            )
         weight_bytes = sum(leaf.nbytes for leaf in leaves)
         buckets = BucketTable(
             max_num_seqs=max_num_seqs,
@@ -174,6 +181,8 @@ class Engine:
         self.runner = make_runner(self.max_model_len)
         self.runner.plan_programs(self.num_blocks)
         self.runner.allocate(self.num_blocks)
+        self._compilations = CompilationCounter()
+        self._compilations_at_warm_up = 0
         self.stats = EngineStats()
         self.last_bucket: Bucket | None = None
         self._seeds = np.random.default_rng(config.seed)
@@ -261,6 +270,7 @@ class Engine:
             ValueError: If the prompt is empty, holds an id outside the vocabulary or can never
                 fit, or the id is in use.
         """
+        self._check_alive()
         params = params or SamplingParams()
         vocab_size = self.model_config.vocab_size
         token_ids = list(map(int, prompt_token_ids))
@@ -319,7 +329,10 @@ class Engine:
                 self.runner.copy_blocks(output.copies)
             result = self.runner.execute(bucket, buffer, len(output.scheduled))
         except BaseException as error:
-            self._failure = error  # the donated cache is gone
+            # An interrupt or a deleted weight may come before the cache is given away; then the
+            # step has not happened, and its requests can be run or aborted as before.
+            if output.copies or any(layer.is_deleted() for layer in self.runner.kv_cache):
+                self._failure = error
             raise
         executed = time.perf_counter()
         outputs = self.scheduler.update(output, result.token_ids, result.logprobs)
@@ -352,6 +365,7 @@ class Engine:
         Raises:
             ValueError: If requests are unfinished, or structure, shapes or dtypes differ.
         """
+        self._check_alive()
         if self.scheduler.has_unfinished:
             raise ValueError(
                 f"update_weights: {len(self.scheduler.requests)} requests are unfinished; finish "
@@ -393,9 +407,21 @@ def _plan_num_blocks(
     Memory is planned from what the compiler says of the largest program, never probed by
     running something and looking at what is left.
     """
+    block_bytes = kv_cache.block_bytes(model_config, block_size=config.block_size, dtype=dtype)
+    is_cpu = jax.default_backend() == "cpu"
+    # Weights are in memory already; on CPU they no longer count as available.
+    memory = _available_host_bytes() + weight_bytes if is_cpu else _device_bytes()
+    for name, asked in (
+        ("num_blocks", (config.num_blocks or 0) * block_bytes),
+        ("kv_cache_memory_bytes", config.kv_cache_memory_bytes or 0),
+    ):
+        if asked + weight_bytes > memory:
+            raise ValueError(
+                f"EngineConfig.{name} is {getattr(config, name)}, which takes {asked >> 20} MiB; "
+                f"of {memory >> 20} MiB, weights take {weight_bytes >> 20} MiB: lower it"
+            )
     if config.num_blocks is not None:
         return config.num_blocks
-    block_bytes = kv_cache.block_bytes(model_config, block_size=config.block_size, dtype=dtype)
     if config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // block_bytes
         if num_blocks < 1:
@@ -404,9 +430,6 @@ def _plan_num_blocks(
                 f"takes {block_bytes}"
             )
         return num_blocks
-    is_cpu = jax.default_backend() == "cpu"
-    # Weights are in memory already; on CPU they no longer count as available.
-    memory = _available_host_bytes() + weight_bytes if is_cpu else _device_bytes()
     budget = int(memory * config.memory_utilization)
     wanted = max_tokens // config.block_size * block_bytes
     if is_cpu:

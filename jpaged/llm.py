@@ -5,6 +5,7 @@ Both take text, token ids or chats and work offline: all prompts are known befor
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral
@@ -60,7 +61,7 @@ class LLM:
         config = make_engine_config(options)
         self._show_progress = show_progress
         self._request_ids = itertools.count()
-        self._is_streaming = False
+        self._lock = threading.Lock()
         self.tokenizer = tokenizer
         if isinstance(model, nnx.Module):
             if revision is not None:
@@ -127,17 +128,16 @@ class LLM:
 
         A caller who stops iterating aborts what is unfinished.
         """
-        if self._is_streaming:
+        if not self._lock.acquire(blocking=False):
             raise ValueError(
-                "this LLM is in the middle of another stream; finish or close that iterator first"
+                "this LLM is in the middle of another call; finish or close that iterator first"
             )
-        encoded = [self._encode(prompt) for prompt in prompts]
-        for param in params:
-            if self.tokenizer is None and param.stop:
-                raise ValueError(f"SamplingParams.stop is {param.stop!r}; it needs a tokenizer")
         answers: dict[str, _Answer] = {}
-        self._is_streaming = True
         try:
+            encoded = [self._encode(prompt) for prompt in prompts]
+            for param in params:
+                if self.tokenizer is None and param.stop:
+                    raise ValueError(f"SamplingParams.stop is {param.stop!r}; it needs a tokenizer")
             for index, ((text, token_ids), param) in enumerate(zip(encoded, params, strict=True)):
                 request_id = f"llm-{next(self._request_ids)}"
                 request = self.engine.add_request(request_id, token_ids, param)
@@ -157,9 +157,9 @@ class LLM:
                     elif delta:
                         yield answer.index, delta, None
         finally:
-            self._is_streaming = False
             for request_id in answers:
                 self.engine.abort(request_id)
+            self._lock.release()
 
     def update_weights(self, model: nnx.Module) -> None:
         """Takes another module's arrays, without a copy, and forgets all cached prefixes."""
@@ -179,8 +179,18 @@ class LLM:
                 )
             prompt = next(iter(prompt.values()))
         prompt = _from_array(prompt)
-        if not isinstance(prompt, str) and all(isinstance(i, Integral) for i in prompt):
-            return None, [int(i) for i in prompt]  # type: ignore[call-overload]
+        if not isinstance(prompt, str | list | tuple):
+            raise ValueError(
+                f"a prompt is {prompt!r}; give text, a list of token ids or a list of messages"
+            )
+        if not isinstance(prompt, str):
+            if all(isinstance(entry, Integral) for entry in prompt):
+                return None, [int(i) for i in prompt]  # type: ignore[arg-type]
+            if not all(isinstance(entry, Mapping) for entry in prompt):
+                raise ValueError(
+                    f"a prompt is the list {prompt!r:.200}; its entries must all be token ids, or "
+                    "all messages with 'role' and 'content'"
+                )
         if self.tokenizer is None:
             raise ValueError(
                 "this model has no tokenizer; give token ids, or LLM(..., tokenizer=...)"
@@ -296,7 +306,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one or many: a list of ints or of messages is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    entries: list[Any] = list(_from_array(prompts))
+    prompts = _from_array(prompts)
+    if not isinstance(prompts, list | tuple):
+        raise ValueError(f"prompts is {prompts!r}; give a prompt or a list of prompts")
+    entries: list[Any] = list(prompts)
     is_ids = all(isinstance(entry, Integral) for entry in entries)
     is_chat = all(isinstance(entry, Mapping) and "role" in entry for entry in entries)
     return [entries] if entries and (is_ids or is_chat) else entries
@@ -314,6 +327,9 @@ def _one_for_each(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    for param in params:
+        if not isinstance(param, SamplingParams):
+            raise ValueError(f"sampling_params holds {param!r}; give jpaged.SamplingParams")
     if len(params) != count:
         raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts")
     return list(params)

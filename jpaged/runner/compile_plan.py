@@ -25,22 +25,32 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 def cache_home() -> Path:
     """Where jpaged keeps files that it can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged"
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification ignores relative paths.
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "jpaged"
 
 
-def enable_persistent_cache() -> Path:
+def enable_persistent_cache() -> Path | None:
     """Points JAX's compilation cache at jpaged's folder unless the process chose its own.
 
     Compiled CPU code uses the instructions of the processor it was compiled on, which JAX's own
     key does not always hold, so the folder's name does.
 
     Returns:
-        The folder in use.
+        The folder in use; `None`, after a warning, if it cannot be written.
     """
     if jax.config.jax_compilation_cache_dir:
         return Path(jax.config.jax_compilation_cache_dir)
     folder = cache_home() / "xla" / f"{platform.machine()}-{_cpu_fingerprint()}"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning(
+            "programs are compiled anew at every start, since the cache cannot be written: %s. Set "
+            "XDG_CACHE_HOME to a folder that can",
+            error,
+        )
+        return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

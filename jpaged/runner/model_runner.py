@@ -50,6 +50,20 @@ class StepResult(NamedTuple):
     bucket: Bucket
 
 
+def check_leaves(model: nnx.Module) -> None:
+    """Checks that a module's weights are arrays on a device.
+
+    Raises:
+        ValueError: Naming the first leaf that is abstract or in NumPy.
+    """
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):
+        if not isinstance(leaf, jax.Array):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} is a {type(leaf).__name__}; put the module's "
+                "weights on the device first, as jax.Array"
+            )
+
+
 class ModelRunner:
     """One model on one device."""
 
@@ -187,6 +201,7 @@ class ModelRunner:
         Raises:
             ValueError: If the modules differ in structure, or a leaf in shape or dtype.
         """
+        check_leaves(model)
         graphdef, state = nnx.split(model)
         if graphdef != self._graphdef:
             raise ValueError("update_weights: the module's structure differs from the engine's")

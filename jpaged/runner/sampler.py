@@ -85,7 +85,7 @@ def _filter(
     """
     vocab_size = probs.shape[1]
     k = jnp.where((top_k <= 0) | (top_k > vocab_size), vocab_size, top_k)
-    kth = _largest_threshold(lambda keep: jnp.sum(keep, axis=-1) >= k, probs)
+    kth = _largest_threshold(lambda keep: jnp.sum(keep, axis=-1, dtype=jnp.int32) >= k, probs)
     probs = jnp.where(probs >= kth[:, None], probs, 0.0)
     mass = top_p * jnp.sum(probs, axis=-1)
     nucleus = _largest_threshold(
@@ -120,15 +120,15 @@ def _invert_cdf(probs: Float[Array, "B V"], uniforms: Float[Array, " B"]) -> Int
     chunk_ends = jnp.cumsum(jnp.sum(probs, axis=-1), axis=-1)
     # Strictly below the total, so that a chunk with mass always exceeds it.
     target = jnp.minimum(uniforms * chunk_ends[:, -1], jnp.nextafter(chunk_ends[:, -1], 0.0))
-    chunk = jnp.sum(chunk_ends <= target[:, None], axis=-1)
+    chunk = jnp.sum(chunk_ends <= target[:, None], axis=-1, dtype=jnp.int32)
     row = jnp.arange(num_rows)
     before = jnp.where(chunk > 0, chunk_ends[row, jnp.maximum(chunk - 1, 0)], 0.0)
     inside = probs[row, chunk]
     is_passed = before[:, None] + jnp.cumsum(inside, axis=-1) <= target[:, None]
     # Where rounding lets the target pass every token of the chunk, take its last possible one.
-    last = _CHUNK - 1 - jnp.argmax(inside[:, ::-1] > 0, axis=-1)
-    offset = jnp.minimum(jnp.sum(is_passed, axis=-1), last)
-    return (chunk * _CHUNK + offset).astype(jnp.int32)
+    last = _CHUNK - 1 - jnp.argmax(inside[:, ::-1] > 0, axis=-1).astype(jnp.int32)
+    offset = jnp.minimum(jnp.sum(is_passed, axis=-1, dtype=jnp.int32), last)
+    return chunk * _CHUNK + offset
 
 
 def _uniforms(sampling: SamplingInputs) -> Float[Array, " B"]:
@@ -136,7 +136,8 @@ def _uniforms(sampling: SamplingInputs) -> Float[Array, " B"]:
 
     def one(seed, position):
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, position))
+        # The dtype is named: under jax_enable_x64 the default would be another number.
+        return jax.random.uniform(jax.random.fold_in(key, position), dtype=jnp.float32)
 
     seeds = jax.lax.bitcast_convert_type(sampling.seed.T, jnp.uint32)
     return jax.vmap(one)(seeds, sampling.positions)

@@ -94,6 +94,13 @@ class Tokenizer:
             add_special_tokens: Add what the tokenizer itself puts around a text, such as the
                 beginning-of-sequence token.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text holds {text[error.start]!r} at index {error.start}, which is not a "
+                "character; give valid Unicode"
+            ) from None
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

@@ -196,6 +196,8 @@ def test_step_that_fails_is_raised_and_the_engine_refuses_to_go_on(tiny_model, m
     engine.add_request("a", PROMPT, GREEDY)
 
     def fail(*_):
+        for layer in engine.runner.kv_cache:  # as after a donation
+            layer.delete()
         raise FloatingPointError("the device is gone")
 
     monkeypatch.setattr(engine.runner, "execute", fail)
@@ -204,6 +206,43 @@ def test_step_that_fails_is_raised_and_the_engine_refuses_to_go_on(tiny_model, m
     with pytest.raises(RuntimeError, match="failed earlier") as error:
         engine.step()
     assert "the device is gone" in str(error.value.__cause__)
+
+
+def test_step_that_is_interrupted_before_the_cache_is_given_away_can_be_repeated(
+    tiny_model, monkeypatch
+):
+    engine = open_engine(tiny_model("gqa"))
+    expected = answer(engine, [Job(PROMPT, GREEDY)])[0].output_token_ids
+    request = engine.add_request("a", PROMPT, GREEDY)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "execute", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert request.output_token_ids == expected
+
+
+def test_module_that_the_engine_cannot_run_is_refused_by_name(tiny_model):
+    model = open_engine(tiny_model("gqa")).runner.model()
+    with pytest.raises(ValueError, match="dtype is 'bfloat16'.*arrays are float32"):
+        Engine(model, EngineConfig(dtype="bfloat16"))
+    with pytest.raises(ValueError, match="model is a Linear; give a module of jpaged.models"):
+        Engine(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    host = nnx.merge(*nnx.split(model))
+    nnx.update(host, jax.tree.map(np.asarray, nnx.state(host)))
+    with pytest.raises(ValueError, match="leaf .* is a ndarray; put the module's weights on"):
+        Engine(host)
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "kv_cache_memory_bytes"])
+def test_cache_beyond_memory_is_refused_before_it_is_allocated(name, tiny_model):
+    with pytest.raises(ValueError, match=rf"EngineConfig.{name} is {10**15}.*lower it"):
+        open_engine(tiny_model("gqa"), **{"num_blocks": None, name: 10**15})
 
 
 def test_closing_frees_the_cache_ends_all_requests_and_is_final(tiny_model):

@@ -225,3 +225,24 @@ def test_log_probabilities_are_the_models_own_before_temperature_and_filters():
     # One row that asks does not change what is chosen, and those that do not ask are served too.
     quiet = draw(logits, temperature=0.2, top_k=5, seeds=np.arange(32))
     np.testing.assert_array_equal(quiet.token_ids, sampled.token_ids)
+
+
+def test_draws_do_not_depend_on_jax_enable_x64():
+    rows = 16
+    logits = np.random.default_rng(0).standard_normal((rows, 300)).astype(np.float32)
+    sampling = SamplingInputs(
+        temperature=np.ones(rows, np.float32),
+        top_k=np.zeros(rows, np.int32),
+        top_p=np.ones(rows, np.float32),
+        seed=np.arange(2 * rows, dtype=np.int32).reshape(2, rows),
+        positions=np.arange(rows, dtype=np.int32),
+        wants_logprobs=np.zeros(rows, np.int32),
+    )
+
+    def draw():
+        drawn = jax.jit(lambda *args: sample(*args, num_tokens_known=300))(logits, sampling)
+        return drawn.token_ids.tolist()
+
+    expected = draw()
+    with jax.enable_x64(True):
+        assert draw() == expected
