@@ -274,7 +274,8 @@ def _warmup(args: argparse.Namespace) -> int:
 
     seconds = time.perf_counter() - started
     cache = enable_persistent_cache()
-    print(f"{args.model}: {num_programs} programs compiled or loaded in {seconds:.1f} s in {cache}")
+    kept = f"kept in {cache}" if cache else "not kept: the cache cannot be written"
+    print(f"{args.model}: {num_programs} programs compiled or loaded in {seconds:.1f} s, {kept}")
     return 0
 
 

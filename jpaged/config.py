@@ -129,7 +129,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the operator decides. `None` means "choose for me"; `docs` of each say how.
+    """What the operator decides. `None` means "choose for me"; each field says how.
 
     Attributes:
         max_num_seqs: Requests in one step at most. `None`: 16 on CPU, 256 on GPU.
@@ -140,8 +140,8 @@ class EngineConfig:
         num_blocks: KV blocks that requests can use. `None`: from `kv_cache_memory_bytes`.
         kv_cache_memory_bytes: Size of the KV cache. `None`: from `memory_utilization`.
         memory_utilization: Share of the device's memory (on CPU: of the memory available at
-            start, and never more than the cache of `max_num_seqs` full-length requests) that
-            weights, compiled workspace and KV cache may take together.
+            start) that weights, compiled workspace and KV cache may take together. On CPU the cache
+            is also never more than 1 GiB, nor than `max_num_seqs` full-length requests need.
         enable_prefix_caching: Share blocks between requests with equal prefixes.
         long_prefill_token_threshold: Most prompt tokens of one request in one step; 0: no limit.
         watermark: Share of the blocks kept free when a new request is admitted, so that it is

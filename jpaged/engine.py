@@ -388,7 +388,7 @@ def _resolve_dtype(asked: str, stored: str) -> jnp.dtype:
     if asked != "auto":
         return jnp.dtype(asked)
     if jax.default_backend() == "cpu":
-        # One-row bfloat16 products are ten times slower there (docs/decisions).
+        # One-row bfloat16 products fall to a scalar loop there; see `jpaged.layers.linear`.
         return jnp.dtype("float32")
     return jnp.dtype("float16" if stored == "float16" else "bfloat16")
 
