@@ -1,7 +1,7 @@
-"""How XLA:CPU should multiply and attend: the measurements behind two modules.
+"""How CPUs should multiply and attend: the measurements behind three modules.
 
     python -m benchmarks.cpu_forms products     # jpaged/layers/linear.py
-    python -m benchmarks.cpu_forms attention    # pallas_kernels/paged_attention/xla.py
+    python -m benchmarks.cpu_forms attention    # pallas_kernels/paged_attention/{cpu,xla}.py
 
 Shapes are SmolLM2-135M's. Each form runs over the weights or pools of several layers in turn, so
 that they come from memory. Quiet machines only; compare within one run.
@@ -18,7 +18,8 @@ import numpy as np
 
 from jpaged.layers.linear import matmul
 from jpaged.runner.huge_pages import use_huge_pages
-from pallas_kernels.paged_attention import AttentionInputs, paged_attention, xla
+from pallas_kernels.paged_attention import AttentionInputs, xla
+from pallas_kernels.paged_attention.cpu import paged_attention_cpu
 
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, LAYERS = 3, 3, 64, 16, 12
 
@@ -98,13 +99,14 @@ def attention() -> None:
         print(f"{name:48} {best_us(layers, q, pools, inputs) / LAYERS:7.0f} us a layer", flush=True)
 
     run("decode 16, whole context at once", decode, whole_context)
-    sizes = ((1, 128), (1, 256), (4, 128), (4, 256), (8, 64), (8, 128))
-    for rows, chunk in sizes:
+    for rows, chunk in ((1, 128), (4, 128), (8, 64), (8, 128)):
         xla.ROWS, xla.ROW_CHUNK = rows, chunk
-        run(f"decode 16, {rows} rows, pieces of {chunk}", decode, paged_attention)
-    for tile, chunk in ((32, 64), (32, 128), (64, 64), (64, 128), (128, 128)):
+        run(f"decode 16, xla, {rows} rows, pieces of {chunk}", decode, xla.paged_attention_xla)
+    run("decode 16, compiled loop", decode, paged_attention_cpu)
+    for tile, chunk in ((32, 64), (64, 64), (64, 128), (128, 128)):
         xla.TILE, xla.TILE_CHUNK = tile, chunk
-        run(f"mixed 256, tiles of {tile}, pieces of {chunk}", mixed, paged_attention)
+        run(f"mixed 256, xla, tiles of {tile}, pieces of {chunk}", mixed, xla.paged_attention_xla)
+    run("mixed 256, compiled loop", mixed, paged_attention_cpu)
 
 
 def make_inputs(

@@ -7,6 +7,7 @@ step lets some requests catch up.
 
 import enum
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,6 +52,8 @@ class Request:
         num_computed_tokens: Tokens whose K and V are in the cache.
         num_cached_tokens: Prompt tokens found in the cache when first admitted.
         num_preemptions: How often all its blocks were taken away.
+        max_num_tokens: Prompt and answer at most, what `max_tokens` and the engine's limit leave;
+            set when it is queued.
         row: Row in the block-table array while it runs, else -1.
         finish_reason: Set when it ends.
         stop_reason: The stop id or string that ended it, `None` for an end-of-sequence id.
@@ -72,6 +75,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    max_num_tokens: int = 0
     row: int = -1
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -179,15 +183,10 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
-class StepOutput(NamedTuple):
-    """What one step brought one request; the engine's own unit, in token ids only.
+StepOutput = tuple[Request, list[int], Sequence[float]]
+"""What one step brought one request: (the request, its new ids, their log-probabilities).
 
-    Attributes:
-        request: The request; its state is final when `request.is_finished`.
-        token_ids: New answer tokens of this step (empty when it was aborted or refused).
-        logprobs: Their log-probabilities, if asked for.
-    """
-
-    request: Request
-    token_ids: list[int]
-    logprobs: list[float]
+The engine's own unit, in token ids only. The request's state is final when it `is_finished`;
+log-probabilities are empty if not asked for. A plain tuple, because a named one takes twice as
+long to make, once per request and step (docs/decisions/011).
+"""

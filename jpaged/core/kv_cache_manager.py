@@ -222,13 +222,16 @@ class KVCacheManager:
         if end > request.num_computed_tokens:
             return
         block_ids, token_ids = self._block_ids[row], request.token_ids
-        parent = self._parent(request, end // block_size - 1)
+        index = end // block_size - 1
+        parent = self._parent(request, index)
         while end <= request.num_computed_tokens:
             key = (parent, tuple(token_ids[end - block_size : end]))
-            parent = self.pool.publish(block_ids[end // block_size - 1], key)
+            parent = self.pool.publish(block_ids[index], key)
+            index += 1
             end += block_size
         self.commit_at[row] = end
-        self._announce(request)
+        if row in self._next_keys or end <= len(token_ids):
+            self._announce(request)
 
     def fork(self, parent: Request, child: Request) -> bool:
         """Admits a child that shares what the parent has computed of the child's tokens.

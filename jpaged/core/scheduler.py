@@ -51,7 +51,7 @@ MAX_DEFERRALS_PER_STEP = 16
 MIN_BUCKET_FILL = 0.75
 """A mixed step is cut down to the bucket below if it fills less of its own than this."""
 
-# Makes a NamedTuple in half the time, in the two loops over all requests of a step.
+# Makes a NamedTuple in half the time, in the loop over all requests of a step.
 _new_tuple = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 _SortKey = tuple[int, float, int]
@@ -282,7 +282,7 @@ class Scheduler:
             One entry for each request that got a token, in the order of the step.
         """
         assert min(len(token_ids), len(logprobs)) >= len(output.scheduled)
-        kv, max_model_len, running = self._kv, self._max_model_len, Status.RUNNING
+        kv, running = self._kv, Status.RUNNING
         commit_at = kv.commit_at
         outputs: list[StepOutput] = []
         # The loop runs for every request of every step: what is rare is left to calls.
@@ -300,20 +300,16 @@ class Scheduler:
                 continue
             request_token_ids = request.token_ids
             request_token_ids.append(token_id)
-            new_logprobs: list[float] = []
+            new_logprobs: tuple[float, ...] = ()
             if request.params.logprobs is not None:
                 request.logprobs.append(logprob)
-                new_logprobs.append(logprob)
-            num_request_tokens = len(request_token_ids)
+                new_logprobs = (logprob,)
             if token_id in request.stop_token_ids:
                 is_asked = token_id in request.params.stop_token_ids
                 self.finish(request.request_id, FinishReason.STOP, token_id if is_asked else None)
-            elif (
-                num_request_tokens - len(request.prompt_token_ids) >= request.max_tokens
-                or num_request_tokens >= max_model_len
-            ):
+            elif len(request_token_ids) >= request.max_num_tokens:
                 self.finish(request.request_id, FinishReason.LENGTH)
-            outputs.append(_new_tuple(StepOutput, (request, [token_id], new_logprobs)))
+            outputs.append((request, [token_id], new_logprobs))
         return outputs
 
     # Parts of `schedule`.
@@ -484,6 +480,9 @@ class Scheduler:
 
     def _register(self, request: Request) -> None:
         self.requests[request.request_id] = request
+        request.max_num_tokens = min(
+            len(request.prompt_token_ids) + request.max_tokens, self._max_model_len
+        )
         number = next(self._new_number)
         self._sort_keys[request.request_id] = (
             (request.priority, request.arrival_time, number)

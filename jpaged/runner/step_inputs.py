@@ -179,6 +179,7 @@ class StepInputsBuilder:
         """Prepares one line of sampling parameters per block-table row."""
         self.buckets = buckets
         self.block_size = block_size
+        self._buffers: dict[Bucket, list[tuple[np.ndarray, StepInputs]]] = {}
         self._owners: list[Request | None] = [None] * max_num_seqs
         self._floats = np.zeros((2, max_num_seqs), np.float32)  # temperature, top_p
         self._ints = np.zeros((4, max_num_seqs), np.int32)  # top_k, seed low and high, logprobs
@@ -193,31 +194,34 @@ class StepInputsBuilder:
             block_tables: Block ids by `request.row`, int32 `[max_num_seqs, M]`.
 
         Returns:
-            The bucket and its filled buffer.
+            The bucket and its filled buffer, which belongs to the step until the step after the
+            next one is built.
         """
         num_rows = len(scheduled)
-        row_list: list[int] = []
-        start_list: list[int] = []
-        count_list: list[int] = []
-        token_ids: list[int] = []
-        owners = self._owners
-        for request, start, count, _ in scheduled:
-            row = request.row
-            if owners[row] is not request:
-                self._claim(row, request)
-            row_list.append(row)
-            start_list.append(start)
-            count_list.append(count)
-            if count == 1:
-                token_ids.append(request.token_ids[start])
-            else:
-                token_ids += request.token_ids[start : start + count]
-        rows, starts, counts = np.array([row_list, start_list, count_list], np.int32)
-        num_tokens = len(token_ids)
+        requests = [share[0] for share in scheduled]
+        start_list = [share[1] for share in scheduled]
+        row_list = [request.row for request in requests]
+        if list(map(self._owners.__getitem__, row_list)) != requests:
+            for row, request in zip(row_list, requests, strict=True):
+                if self._owners[row] is not request:
+                    self._claim(row, request)
+        rows, starts = np.array([row_list, start_list], np.int32)
+        num_tokens = sum([share[2] for share in scheduled])
+        if num_tokens == num_rows:
+            counts = np.ones(num_rows, np.int32)
+            token_ids = [
+                request.token_ids[start]
+                for request, start in zip(requests, start_list, strict=True)
+            ]
+        else:
+            counts = np.array([share[2] for share in scheduled], np.int32)
+            token_ids = [
+                token_id
+                for request, start, count, _ in scheduled
+                for token_id in request.token_ids[start : start + count]
+            ]
         bucket = self.buckets.find(num_tokens, num_rows)
-        max_blocks = block_tables.shape[1]
-        buffer = np.zeros(buffer_size(bucket, max_blocks), np.int32)
-        inputs = unpack(buffer, bucket, max_blocks)
+        buffer, inputs = self._take_buffer(bucket, block_tables.shape[1])
         attention, sampling = inputs.attention, inputs.sampling
 
         inputs.token_ids[:num_tokens] = token_ids
@@ -244,6 +248,21 @@ class StepInputsBuilder:
         sampling.seed[:, :num_rows] = ints[1:3]
         sampling.positions[:num_rows] = seq_lens
         return bucket, buffer
+
+    def _take_buffer(self, bucket: Bucket, max_blocks: int) -> tuple[np.ndarray, StepInputs]:
+        """A zeroed buffer of a bucket and its views.
+
+        There are two, taken in turn: a fresh one costs more than filling it, in page faults; and
+        an interrupted step may still be reading its own when the next one is built.
+        """
+        buffers = self._buffers.setdefault(bucket, [])
+        if len(buffers) < 2:
+            buffer = np.zeros(buffer_size(bucket, max_blocks), np.int32)
+            buffers.append((buffer, unpack(buffer, bucket, max_blocks)))
+        else:
+            buffers.reverse()
+            buffers[-1][0].fill(0)
+        return buffers[-1]
 
     def _claim(self, row: int, request: Request) -> None:
         """Writes a request's sampling parameters to the row it was given."""

@@ -12,8 +12,12 @@ A **slot** is `block_id * S + offset`. A **block table** lists the blocks of one
 order of its tokens.
 """
 
+import functools
+
+import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels.paged_attention.cpu import DTYPES, paged_attention_cpu
 from pallas_kernels.paged_attention.inputs import (
     AttentionInputs,
     kv_cache_layer_shape,
@@ -59,4 +63,8 @@ def paged_attention(
             f"q has {q.shape[1]} heads; it must be a multiple of the cache's "
             f"{kv_cache_layer.shape[1]} KV heads"
         )
-    return paged_attention_xla(q, kv_cache_layer, inputs, scale=scale)
+    attend_xla = functools.partial(paged_attention_xla, scale=scale)
+    attend_cpu = functools.partial(paged_attention_cpu, scale=scale)
+    if q.dtype != kv_cache_layer.dtype or q.dtype not in DTYPES:
+        attend_cpu = attend_xla
+    return jax.lax.platform_dependent(q, kv_cache_layer, inputs, cpu=attend_cpu, default=attend_xla)

@@ -1,4 +1,4 @@
-"""What CPUs run: blockwise online softmax over gathered blocks, in plain XLA.
+"""What runs anywhere: blockwise online softmax over gathered blocks, in plain XLA.
 
 Requests are walked in two kinds of **tiles**, each a few query tokens that attend at once:
 
@@ -9,10 +9,10 @@ A tile walks its context in pieces with the online softmax of FlashAttention
 (https://arxiv.org/abs/2205.14135). Both walks have trip counts that depend on the data, so time
 follows the tokens there are, not the bucket, and one program serves every context length.
 
-The sizes are measured (benchmarks/cpu_forms.py). A piece stays in the processor's cache between
-the gather and the two products; gathering the context of the whole batch first costs a trip to
-memory. A gather of several requests is large enough for XLA to spread over cores, that of one is
-not.
+The sizes are measured on CPU (benchmarks/cpu_forms.py). A piece stays in the processor's cache
+between the gather and the two products; gathering the context of the whole batch first costs a
+trip to memory. A gather of several requests is large enough for XLA to spread over cores, that of
+one is not.
 """
 
 import jax.numpy as jnp

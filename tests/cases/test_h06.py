@@ -26,6 +26,6 @@ def test_h06_only_the_last_chunk_of_a_prompt_gives_a_token(budget, tiny_model):
         brought.append(engine.step())
     num_silent = -(-100 // budget) - 1
     assert brought[:num_silent] == [[]] * num_silent
-    tokens = [output.token_ids for [output] in brought[num_silent:]]
+    tokens = [token_ids for [(_, token_ids, _)] in brought[num_silent:]]
     assert tokens == [[token_id] for token_id in request.output_token_ids] and len(tokens) == 3
     assert_naive([request])

@@ -19,10 +19,15 @@ from pallas_kernels.paged_attention import (
     paged_attention,
     write_kv_cache,
 )
+from pallas_kernels.paged_attention.cpu import paged_attention_cpu
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
-IMPLEMENTATIONS = {"reference": paged_attention_reference, "xla": paged_attention_xla}
+IMPLEMENTATIONS = {
+    "reference": paged_attention_reference,
+    "xla": paged_attention_xla,
+    "cpu": paged_attention_cpu,
+}
 
 
 class Shape(NamedTuple):

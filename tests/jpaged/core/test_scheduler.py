@@ -289,7 +289,7 @@ def test_requests_are_admitted_in_order_of_arrival_even_if_a_later_one_would_fit
     assert advance(scheduler, runner) == [("a", 1)]
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
     outputs = run_all(scheduler, runner)
-    assert [o.request.request_id for o in outputs if o.request.max_tokens == 4][-1] == "c"
+    assert [request.request_id for request, _, _ in outputs if request.max_tokens == 4][-1] == "c"
 
 
 def test_lower_priority_number_is_admitted_first_then_the_earlier_arrival():
@@ -298,7 +298,7 @@ def test_lower_priority_number_is_admitted_first_then_the_earlier_arrival():
     scheduler.add(make_request("early", 3, priority=1, arrival_time=1.0, max_tokens=1))
     scheduler.add(make_request("best", 3, priority=0, arrival_time=3.0, max_tokens=1))
     outputs = run_all(scheduler, runner)
-    assert [o.request.request_id for o in outputs] == ["best", "early", "late"]
+    assert [request.request_id for request, _, _ in outputs] == ["best", "early", "late"]
 
 
 def test_no_more_requests_run_than_max_num_seqs():
@@ -396,7 +396,7 @@ def test_stop_ids_end_the_answer_and_only_those_asked_for_are_reported():
         scheduler.add(request)
         output = scheduler.schedule()
         [result] = scheduler.update(output, [token_id], [0.0])
-        assert result.request is request and result.token_ids == [token_id]
+        assert result[0] is request and result[1] == [token_id]
         assert request.finish_reason is FinishReason.STOP and request.stop_reason == stop_reason
         assert request.output_token_ids == [token_id]
 
@@ -421,7 +421,7 @@ def test_logprobs_are_kept_only_where_asked_for():
     scheduler.add(other)
     outputs = run_all(scheduler, runner)
     assert asked.logprobs == [-0.5, -0.5] and other.logprobs == []
-    assert [o.logprobs for o in outputs] == [[-0.5], [], [-0.5], []]
+    assert [list(logprobs) for _, _, logprobs in outputs] == [[-0.5], [], [-0.5], []]
 
 
 # Ends at any moment.
@@ -455,8 +455,8 @@ def test_request_aborted_while_its_step_runs_gets_nothing():
     output = scheduler.schedule()
     token_ids = runner.execute(output)
     scheduler.finish("a", FinishReason.ABORT)
-    [result] = scheduler.update(output, token_ids, [0.0, 0.0])
-    assert result.request is second and first.num_output_tokens == 0
+    [(request, _, _)] = scheduler.update(output, token_ids, [0.0, 0.0])
+    assert request is second and first.num_output_tokens == 0
     scheduler.check()
     scheduler.finish("b", FinishReason.ABORT)
     assert manager.pool.num_blocks_in_use == 0
@@ -471,7 +471,7 @@ def test_id_of_an_aborted_request_can_be_used_again_while_its_step_runs():
     again = make_request("a", 5, max_tokens=2)
     scheduler.add(again)
     assert scheduler.update(output, token_ids, [0.0]) == []
-    assert [o.request for o in run_all(scheduler, runner)] == [again, again]
+    assert [request for request, _, _ in run_all(scheduler, runner)] == [again, again]
 
 
 def test_requests_aborted_while_waiting_do_not_pile_up():
@@ -666,7 +666,7 @@ def test_h05_preempted_request_returns_with_the_same_tokens(enable_prefix_cachin
         outputs = run_all(scheduler, runner)
         assert (scheduler.num_preemptions > 0) == (num_blocks == 14)
         for request in requests:
-            streamed = [t for o in outputs if o.request is request for t in o.token_ids]
+            streamed = [t for owner, new, _ in outputs if owner is request for t in new]
             assert streamed == request.output_token_ids and len(streamed) == 120
         answers[num_blocks] = [request.output_token_ids for request in requests]
     assert answers[14] == answers[64]
@@ -771,12 +771,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def update(self):
         output, token_ids = self.under_way
         self.under_way = None
-        for result in self.scheduler.update(output, token_ids, [-1.0] * len(token_ids)):
-            request = result.request
+        logprobs = [-1.0] * len(token_ids)
+        for request, new, _ in self.scheduler.update(output, token_ids, logprobs):
             streamed = self.answers.setdefault(
-                request.request_id, request.output_token_ids[: -len(result.token_ids)]
+                request.request_id, request.output_token_ids[: -len(new)]
             )
-            streamed += result.token_ids
+            streamed += new
             assert streamed == request.output_token_ids
             if request.is_finished and request.request_id not in self.runner.forked:
                 assert streamed == answer_alone(request, self.max_model_len)
