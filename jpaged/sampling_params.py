@@ -5,14 +5,26 @@ jpaged does not offer yet is not accepted, so nothing is ignored in silence.
 """
 
 import math
+import reprlib
 from dataclasses import dataclass
+from numbers import Integral, Real
 
-from jpaged.config import check_range
+# Nothing needs more, and Python refuses to print an int of over 4300 digits.
+_MAX_INT = 2**63 - 1
+_INT_RANGES = {
+    "max_tokens": (1, _MAX_INT),
+    "top_k": (-1, _MAX_INT),
+    "seed": (-(2**63), 2**64 - 1),
+}
+_OPTIONAL = frozenset({"max_tokens", "seed"})
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to continue one prompt.
+
+    NumPy's numbers are as good as Python's, and are kept as Python's.
 
     Attributes:
         max_tokens: Tokens to generate at most. `None`: up to the engine's `max_model_len`.
@@ -43,41 +55,49 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        owner = "SamplingParams"
-        for name, kinds in _KINDS.items():
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
+        for name, (minimum, maximum) in _INT_RANGES.items():
+            if name in _OPTIONAL and getattr(self, name) is None:
                 continue
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                wanted = " or ".join(kind.__name__ for kind in kinds)
-                raise ValueError(f"{owner}.{name} is {value!r}; it must be of type {wanted}")
-        for name in ("temperature", "top_p"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{owner}.{name} is {getattr(self, name)!r}; it must be finite")
-        check_range(owner, "max_tokens", self.max_tokens, minimum=1)
-        check_range(owner, "temperature", self.temperature, minimum=0.0)
-        check_range(owner, "top_k", self.top_k, minimum=-1)
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"{owner}.top_p is {self.top_p!r}; it must be above 0 and at most 1")
-        check_range(owner, "seed", self.seed, minimum=-(2**63), maximum=2**64 - 1)
-        if self.logprobs not in (None, 0, 1):
-            raise ValueError(
-                f"{owner}.logprobs is {self.logprobs!r}; it must be 0 or 1 (the chosen token's "
-                "log-probability): alternatives are not offered yet"
-            )
+            value = getattr(self, name)
+            if not _is_integer(value):
+                raise _error(name, value, "must be a whole number")
+            if not minimum <= value <= maximum:
+                raise _error(name, value, f"must be between {minimum} and {maximum}")
+            object.__setattr__(self, name, int(value))
+        temperature, top_p = _as_float(self.temperature), _as_float(self.top_p)
+        if not 0.0 <= temperature < math.inf:
+            raise _error("temperature", self.temperature, "must be a finite number from 0 up")
+        if not 0.0 < top_p <= 1.0:
+            raise _error("top_p", self.top_p, "must be a number above 0 and at most 1")
+        object.__setattr__(self, "temperature", temperature)
+        object.__setattr__(self, "top_p", top_p)
+        if self.logprobs is not None:
+            if not _is_integer(self.logprobs) or self.logprobs not in (0, 1):
+                raise _error(
+                    "logprobs",
+                    self.logprobs,
+                    "must be 0 or 1 (the chosen token's log-probability): alternatives are not "
+                    "offered yet",
+                )
+            object.__setattr__(self, "logprobs", int(self.logprobs))
+        if not isinstance(self.stop, (str, list, tuple)):
+            raise _error("stop", self.stop, "must be a string, or a list or tuple of them")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
             if not isinstance(text, str) or not text:
-                raise ValueError(
-                    f"{owner}.stop holds {text!r}; each entry must be a string, not ''"
-                )
+                raise _error("stop", text, "must be a string, not ''", is_entry=True)
         object.__setattr__(self, "stop", stop)
+        if not isinstance(self.stop_token_ids, (list, tuple)):
+            raise _error("stop_token_ids", self.stop_token_ids, "must be a list or tuple of ids")
         for token_id in self.stop_token_ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-                raise ValueError(
-                    f"{owner}.stop_token_ids holds {token_id!r}; each entry must be an id from 0 up"
+            if not _is_integer(token_id) or not 0 <= token_id <= _MAX_INT:
+                raise _error(
+                    "stop_token_ids", token_id, f"must be an id from 0 to {_MAX_INT}", is_entry=True
                 )
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise _error(name, getattr(self, name), "must be True or False")
 
     @property
     def is_greedy(self) -> bool:
@@ -85,17 +105,24 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
 
-_OPTIONAL = frozenset({"max_tokens", "seed", "logprobs"})
-_KINDS: dict[str, tuple[type, ...]] = {
-    "max_tokens": (int,),
-    "temperature": (int, float),
-    "top_k": (int,),
-    "top_p": (int, float),
-    "seed": (int,),
-    "logprobs": (int,),
-    "stop": (str, list, tuple),
-    "stop_token_ids": (list, tuple),
-    "ignore_eos": (bool,),
-    "include_stop_str_in_output": (bool,),
-    "skip_special_tokens": (bool,),
-}
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _as_float(value: object) -> float:
+    """The value; NaN, which no range holds, for what is no number or too large for a float."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def _error(name: str, value: object, rule: str, *, is_entry: bool = False) -> ValueError:
+    try:
+        text = reprlib.repr(value)
+    except ValueError:  # an int of over 4300 digits
+        text = "a number of thousands of digits"
+    said, subject = ("holds", "each entry") if is_entry else ("is", "it")
+    return ValueError(f"SamplingParams.{name} {said} {text}; {subject} {rule}")

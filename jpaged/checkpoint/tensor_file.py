@@ -1,6 +1,7 @@
 """A file of tensors: where each stands, and reading one of them without the rest."""
 
 import os
+import stat
 import weakref
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +21,17 @@ class TensorFile:
 
     It is read and not mapped: pages of a mapping count as this process's memory, and would be
     there twice with the arrays made from them.
+
+    Raises:
+        OSError: The file is not there or cannot be opened.
+        ValueError: It is a directory, a pipe or the like.
     """
 
     def __init__(self, path: Path):
         self.path = path
+        # Opening a pipe would wait for its writer; a directory would fail at the first read only.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError(f"{path} is not a regular file. Put the checkpoint's file there")
         self._fd = os.open(path, os.O_RDONLY)
         # Also runs when nobody closes the file but the object goes.
         self._close = weakref.finalize(self, os.close, self._fd)

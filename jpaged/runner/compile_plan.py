@@ -18,16 +18,11 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jpaged.checkpoint.hub import cache_home
+
 logger = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-
-
-def cache_home() -> Path:
-    """Where jpaged keeps files that it can make again."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification ignores relative paths.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "jpaged"
 
 
 def enable_persistent_cache() -> Path | None:

