@@ -80,7 +80,7 @@ def attention() -> None:
     num_blocks = 16 * 24 + 1
     shape = (num_blocks, KV_HEADS, 2, BLOCK_SIZE, HEAD_DIM)
     pools = [jnp.asarray(rng.standard_normal(shape, dtype=np.float32)) for _ in range(LAYERS)]
-    use_huge_pages(pools)
+    use_huge_pages(pools, are_written=True)
     decode = make_inputs(rng, rng.integers(60, 330, 16), np.ones(16, int), 16, num_blocks)
     lens = np.full(13, 200)
     chunks = np.array([1] * 11 + [144, 100])

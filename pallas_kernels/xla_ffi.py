@@ -13,10 +13,12 @@ item, for which the handler waits.
 """
 
 import ctypes
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import llvmlite.binding
 import numba
 import numpy as np
@@ -134,6 +136,12 @@ def callback(signature: Any) -> Callable[..., Any]:
         return numba.cfunc(signature, cache=True)(inspect.unwrap(function))
 
     return compile_callback
+
+
+def register(name: str, handler: Any) -> None:
+    """Tells XLA a handler's name, once in a process."""
+    capsule = jax.ffi.pycapsule(ctypes.c_void_p(handler.address))
+    jax.ffi.register_ffi_target(name, capsule, platform="cpu")
 
 
 def name_task(name: str, task: Any) -> None:
@@ -358,3 +366,28 @@ def wait(job):
     """Waits until all items are done, which takes at most one item's time."""
     while _fetch_add(job + 8 * _JOB_COMPLETED, 0) < _word(job + 8 * _JOB_NUM_ITEMS):
         _sched_yield()
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array on CPU in memory that nobody has written: it may hold anything.
+
+    Linux gives a process memory as it is touched, so a large array costs nothing at first.
+    """
+    return _make_empty(shape, np.dtype(dtype))()
+
+
+@functools.cache
+def _make_empty(shape: tuple[int, ...], dtype: np.dtype) -> jax.stages.Compiled:
+    _register_empty()
+    call = jax.ffi.ffi_call("jpaged_empty", jax.ShapeDtypeStruct(shape, dtype))
+    return jax.jit(call).lower().compile()
+
+
+@functools.cache
+def _register_empty() -> None:
+    @callback(types.intp(types.intp))
+    def leave_as_it_is(frame):
+        is_metadata_query(frame)
+        return 0
+
+    register("jpaged_empty", leave_as_it_is)

@@ -17,21 +17,22 @@ _HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25  # Linux 6.1 and newer; not in the mmap module
 
 
-def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
-    """Collapses the memory of CPU arrays into huge pages, as far as the system will.
+def use_huge_pages(arrays: Iterable[jax.Array], *, are_written: bool) -> None:
+    """Puts the memory of CPU arrays on huge pages, as far as the system will.
 
     A hint: where it is not understood or not allowed, nothing changes.
 
-    Returns:
-        Bytes that are on huge pages now.
+    Args:
+        arrays: Arrays on any device; only those on CPU are looked at.
+        are_written: Whether they have their memory already, which is then moved. Other memory
+            comes in huge pages as it is first written.
     """
     if sys.platform != "linux":
-        return 0
+        return
     libc = ctypes.CDLL(None, use_errno=True)
-    num_bytes = 0
     for array in arrays:
         if next(iter(array.devices())).platform != "cpu":
-            return 0
+            return
         start = array.unsafe_buffer_pointer()
         first = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         size = (start + array.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES - first
@@ -39,6 +40,5 @@ def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
             continue
         address, length = ctypes.c_void_p(first), ctypes.c_size_t(size)
         libc.madvise(address, length, mmap.MADV_HUGEPAGE)
-        if libc.madvise(address, length, _MADV_COLLAPSE) == 0:
-            num_bytes += size
-    return num_bytes
+        if are_written:
+            libc.madvise(address, length, _MADV_COLLAPSE)

@@ -4,10 +4,12 @@ Its layout is documented in `pallas_kernels.paged_attention`. Layers are separat
 each is updated in place when the step donates them.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jpaged.config import ModelConfig
+from pallas_kernels import xla_ffi
 from pallas_kernels.paged_attention import kv_cache_layer_shape
 
 KVCache = tuple[Float[Array, "P K 2 S H"], ...]
@@ -31,9 +33,10 @@ def block_bytes(config: ModelConfig, *, block_size: int, dtype: jnp.dtype) -> in
 
 
 def allocate(config: ModelConfig, *, num_blocks: int, block_size: int, dtype: jnp.dtype) -> KVCache:
-    """Zeroed arrays; unwritten slots must hold numbers, not whatever memory held before."""
+    """Arrays whose slots hold nothing yet; on CPU they take memory only as they are written."""
     shapes = layer_shapes(config, num_blocks=num_blocks, block_size=block_size)
-    return tuple(jnp.zeros(shape, dtype) for shape in shapes)
+    make = xla_ffi.empty if jax.default_backend() == "cpu" else jnp.zeros
+    return tuple(make(shape, dtype) for shape in shapes)
 
 
 def copy_blocks(

@@ -147,7 +147,8 @@ class ModelRunner:
         self.kv_cache = kv.allocate(
             self.config, num_blocks=num_blocks, block_size=self.block_size, dtype=self.dtype
         )
-        use_huge_pages([*self.kv_cache, *self.leaves])
+        use_huge_pages(self.kv_cache, are_written=False)
+        use_huge_pages(self.leaves, are_written=True)
 
     def model(self) -> nnx.Module:
         """The module over the current leaves, for inspection."""

@@ -8,7 +8,6 @@ nothing is gathered. Threads take tiles as they come free. One program serves ev
 Against `xla.py`, which gathers: docs/decisions/012.
 """
 
-import ctypes
 import functools
 
 import jax
@@ -83,8 +82,7 @@ def _register() -> None:
             _attend(frame)
         return 0
 
-    capsule = jax.ffi.pycapsule(ctypes.c_void_p(handler.address))
-    jax.ffi.register_ffi_target(_TARGET, capsule, platform="cpu")
+    xla_ffi.register(_TARGET, handler)
 
 
 _run_task, _task_address = xla_ffi.named_task(_TASK)
