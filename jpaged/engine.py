@@ -7,9 +7,9 @@ thread and must be used by one thread at a time.
 """
 
 import logging
-import os
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -26,13 +26,12 @@ from jpaged.models.registry import find_family
 from jpaged.request import FinishReason, Request, StepOutput
 from jpaged.runner import kv_cache
 from jpaged.runner.compile_plan import CompilationCounter, enable_persistent_cache
+from jpaged.runner.memory_plan import plan_num_blocks
 from jpaged.runner.model_runner import ModelRunner, check_leaves
 from jpaged.runner.step_inputs import Bucket, BucketTable
 from jpaged.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_DEFAULT_CPU_CACHE_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
@@ -89,13 +88,16 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         model_config: ModelConfig | None = None,
+        load: Callable[[nnx.Module], nnx.Module] | None = None,
     ):
-        """Plans memory and programs and allocates the KV cache; compiles nothing yet.
+        """Plans memory and programs and allocates the KV cache.
 
         Args:
             model: A module of `jpaged.models`; its arrays are used as they are, not copied.
             config: Limits and choices; `None`: the defaults.
             model_config: Overrides `model.config`.
+            load: Fills `model`, which is then an abstract one. The programs that any prompt needs
+                compile meanwhile; without it nothing is compiled yet.
 
         Raises:
             ValueError: If the limits contradict each other or do not fit into memory.
@@ -107,7 +109,8 @@ class Engine:
         if not isinstance(model_config, ModelConfig):
             raise ValueError(f"model is a {type(model).__name__}; give a module of jpaged.models")
         self.model_config = model_config
-        check_leaves(model)
+        if load is None:
+            check_leaves(model)
         is_cpu = jax.default_backend() == "cpu"
         max_num_seqs = config.max_num_seqs or (16 if is_cpu else 256)
         max_num_batched_tokens = config.max_num_batched_tokens or (256 if is_cpu else 2048)
@@ -118,7 +121,7 @@ class Engine:
                 f"EngineConfig.dtype is {config.dtype!r}; the module's arrays are {self.dtype}: "
                 "give 'auto', or convert the module"
             )
-        weight_bytes = sum(leaf.nbytes for leaf in leaves)
+        weight_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
         buckets = BucketTable(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -144,11 +147,12 @@ class Engine:
                 dtype=self.dtype,
             )
 
-        self.num_blocks = _plan_num_blocks(
+        self.num_blocks = plan_num_blocks(
             config,
             self.model_config,
             self.dtype,
             weight_bytes=weight_bytes,
+            weights_are_loaded=load is None,
             max_tokens=max_num_seqs * max_model_len,
             runner=make_runner(max_model_len),
         )
@@ -180,6 +184,9 @@ class Engine:
         self.kv_cache_manager = manager
         self.runner = make_runner(self.max_model_len)
         self.runner.plan_programs(self.num_blocks)
+        if load is not None:
+            self.runner.start_compiling([*buckets.mixed[:1], buckets.decode[0]])
+            self.runner.update_leaves(load(model))
         self.runner.allocate(self.num_blocks)
         self._compilations = CompilationCounter()
         self._compilations_at_warm_up = 0
@@ -223,13 +230,15 @@ class Engine:
         model_config = checkpoint.model_config
         family = find_family(model_config.architecture)
         dtype = _resolve_dtype(config.dtype, model_config.dtype)
-        model = nnx.eval_shape(lambda: family.module(model_config, dtype=dtype))
-        model = load_model(
-            model, checkpoint, family.leaf_sources(model_config), show_progress=show_progress
-        )
+        sources = family.leaf_sources(model_config)
+
+        def load(model: nnx.Module) -> nnx.Module:
+            return load_model(model, checkpoint, sources, show_progress=show_progress)
+
         if num_tokens_known is not None and num_tokens_known < model_config.vocab_size:
             model_config = replace(model_config, num_tokens_known=num_tokens_known)
-        return cls(model, config, model_config=model_config)
+        model = nnx.eval_shape(lambda: family.module(checkpoint.model_config, dtype=dtype))
+        return cls(model, config, model_config=model_config, load=load)
 
     def warm_up(
         self, buckets: Sequence[Bucket] | None = None, *, show_progress: bool = False
@@ -391,84 +400,3 @@ def _resolve_dtype(asked: str, stored: str) -> jnp.dtype:
         # One-row bfloat16 products fall to a scalar loop there; see `jpaged.layers.linear`.
         return jnp.dtype("float32")
     return jnp.dtype("float16" if stored == "float16" else "bfloat16")
-
-
-def _plan_num_blocks(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    dtype: jnp.dtype,
-    *,
-    weight_bytes: int,
-    max_tokens: int,
-    runner: ModelRunner,
-) -> int:
-    """How many KV blocks to allocate: weights + compiled workspace + pool = budget.
-
-    Memory is planned from what the compiler says of the largest program, never probed by
-    running something and looking at what is left.
-    """
-    block_bytes = kv_cache.block_bytes(model_config, block_size=config.block_size, dtype=dtype)
-    is_cpu = jax.default_backend() == "cpu"
-    # Weights are in memory already; on CPU they no longer count as available.
-    memory = _available_host_bytes() + weight_bytes if is_cpu else _device_bytes()
-    for name, asked in (
-        ("num_blocks", (config.num_blocks or 0) * block_bytes),
-        ("kv_cache_memory_bytes", config.kv_cache_memory_bytes or 0),
-    ):
-        if asked + weight_bytes > memory:
-            raise ValueError(
-                f"EngineConfig.{name} is {getattr(config, name)}, which takes {asked >> 20} MiB; "
-                f"of {memory >> 20} MiB, weights take {weight_bytes >> 20} MiB: lower it"
-            )
-    if config.num_blocks is not None:
-        return config.num_blocks
-    if config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // block_bytes
-        if num_blocks < 1:
-            raise ValueError(
-                f"EngineConfig.kv_cache_memory_bytes is {config.kv_cache_memory_bytes}; one block "
-                f"takes {block_bytes}"
-            )
-        return num_blocks
-    budget = int(memory * config.memory_utilization)
-    wanted = max_tokens // config.block_size * block_bytes
-    if is_cpu:
-        # Memory is shared with everything else that runs there: take what is asked for, not all.
-        wanted = min(wanted, _DEFAULT_CPU_CACHE_BYTES)
-        if 2 * (weight_bytes + wanted) <= budget:
-            return max(1, wanted // block_bytes)  # no need to compile first to know that it fits
-    largest = max(runner.buckets, key=lambda bucket: bucket.num_tokens)
-    runner.plan_programs(num_blocks=1)
-    runner.compile([largest])
-    pool = budget - weight_bytes - runner.workspace_bytes()
-    num_blocks = (min(pool, wanted) if is_cpu else pool) // block_bytes
-    if num_blocks < 1:
-        raise ValueError(
-            f"the model does not fit: {memory >> 20} MiB of memory times memory_utilization "
-            f"{config.memory_utilization} is {budget >> 20} MiB, weights take "
-            f"{weight_bytes >> 20} MiB and steps {runner.workspace_bytes() >> 20} MiB, which "
-            f"leaves less than one KV block ({block_bytes >> 10} KiB): lower "
-            "max_num_batched_tokens or max_num_seqs, or raise memory_utilization"
-        )
-    return num_blocks
-
-
-def _available_host_bytes() -> int:
-    """Memory that the system could give to this process."""
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _device_bytes() -> int:
-    stats = jax.devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        raise ValueError(
-            "this device does not tell its memory; give EngineConfig.kv_cache_memory_bytes"
-        )
-    return stats["bytes_limit"]

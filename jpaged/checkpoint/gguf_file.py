@@ -7,6 +7,7 @@ one record per tensor, then the aligned data.
 """
 
 import dataclasses
+import math
 import reprlib
 import struct
 from collections.abc import Mapping
@@ -59,6 +60,7 @@ _SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
+_BLOCKS_PER_ROW = 256
 # What the largest vocabularies fill is a third of it; a damaged length must not fill the memory.
 _MAX_HEADER_BYTES = 64 << 20
 
@@ -114,8 +116,11 @@ class GGUFFile(Checkpoint):
     def read(self, name: str) -> np.ndarray:
         """See `Checkpoint.read`."""
         tensor = self._tensors[name]
-        # `dequantize` takes a row of blocks per row of the matrix; unquantised types as bytes.
-        data = self._file.read(tensor.extent).reshape(*tensor.shape[:-1], -1)
+        # `dequantize` takes bytes and works through 16 rows at a time, whatever a row is: with rows
+        # of thousands of numbers its time is spent in NumPy's loops and two threads can share it.
+        _, type_size = gguf.GGML_QUANT_SIZES[tensor.kind]
+        data = self._file.read(tensor.extent)
+        data = data.reshape(-1, type_size * math.gcd(data.size // type_size, _BLOCKS_PER_ROW))
         weights = gguf.quants.dequantize(data, tensor.kind).reshape(tensor.shape)
         weights = weights.astype(np.float32, copy=False)
         projection = name.rsplit(".", 2)[-2]

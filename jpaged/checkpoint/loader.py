@@ -1,7 +1,9 @@
 """From a checkpoint's tensors to a module's leaves on the device, one leaf at a time."""
 
+import itertools
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -13,6 +15,7 @@ from jpaged.checkpoint.checkpoint import Checkpoint
 from jpaged.models.llama import LeafSource
 
 _AHEAD = 3
+_ALIGNMENT = 64  # bytes; what JAX wants of memory that it does not copy
 
 
 def leaf_path(path: tuple) -> str:
@@ -50,7 +53,7 @@ def load_model(
         disable=not show_progress,
     )  # fmt: skip
 
-    def read(path, leaf) -> np.ndarray:
+    def read(path, leaf, place: np.ndarray | None) -> np.ndarray:
         name = leaf_path(path)
         source = sources[name]
         array = source.build(*(checkpoint.read(tensor) for tensor in source.names))
@@ -59,15 +62,34 @@ def load_model(
                 f"{' + '.join(source.names)} make {list(array.shape)}; "
                 f"the model needs {list(leaf.shape)} for {name}"
             )
-        return np.ascontiguousarray(array.astype(leaf.dtype, copy=False))
+        if place is None:
+            return np.ascontiguousarray(array.astype(leaf.dtype, copy=False))
+        place[...] = array
+        return place
 
+    is_cpu = jax.default_backend() == "cpu"
+    places = _places([leaf for _, leaf in leaves]) if is_cpu else itertools.repeat(None)
+    todo = [(path, leaf, place) for (path, leaf), place in zip(leaves, places, strict=False)]
     filled = []
     reading = deque()
     with bar, ThreadPoolExecutor(2) as pool:
-        for path_and_leaf in [*leaves, *[None] * _AHEAD]:
-            if path_and_leaf is not None:
-                reading.append(pool.submit(read, *path_and_leaf))
-            if reading and (len(reading) > _AHEAD or path_and_leaf is None):
-                filled.append(jax.device_put(reading.popleft().result()))
+        for entry in [*todo, *[None] * _AHEAD]:
+            if entry is not None:
+                reading.append(pool.submit(read, *entry))
+            if reading and (len(reading) > _AHEAD or entry is None):
+                filled.append(jax.device_put(reading.popleft().result(), may_alias=is_cpu))
                 bar.update(filled[-1].nbytes)
     return nnx.merge(graphdef, jax.tree.unflatten(treedef, filled))
+
+
+def _places(leaves: Sequence[jax.ShapeDtypeStruct]) -> Iterator[np.ndarray]:
+    """Memory for each leaf, in one piece, which JAX on CPU uses without a copy.
+
+    NumPy asks for huge pages where it allocates much at once.
+    """
+    sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves]
+    memory = np.empty(sum(sizes) + (len(sizes) + 1) * _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    for leaf, size in zip(leaves, sizes, strict=True):
+        yield memory[start : start + size].view(leaf.dtype).reshape(leaf.shape)
+        start += -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,17 @@ class CompilePlan:
     def __init__(self, programs: Mapping[Any, Callable[[], jax.stages.Lowered]]):
         """Takes what lowers each program; nothing is lowered yet."""
         self._lower = dict(programs)
+        self._compiling: dict[Any, Future[jax.stages.Compiled]] = {}
         self._compiled: dict[Any, jax.stages.Compiled] = {}
+
+    def start(self, names: Iterable[Any]) -> None:
+        """Lowers programs that are not compiled yet and compiles them in the background."""
+        names = [n for n in names if n not in self._compiled and n not in self._compiling]
+        pool = ThreadPoolExecutor(os.cpu_count() or 1)
+        # Lowering holds Python's lock; it is done here while earlier programs compile.
+        for name in names:
+            self._compiling[name] = pool.submit(self._lower[name]().compile)
+        pool.shutdown(wait=False)
 
     def compile(self, names: Iterable[Any] | None = None, *, show_progress: bool = False) -> None:
         """Compiles those of the named programs (`None`: all) that are not compiled yet."""
@@ -96,12 +106,15 @@ class CompilePlan:
         missing = [name for name in names if name not in self._compiled]
         if not missing:
             return
-        bar = tqdm(total=len(missing), desc="compiling", unit="program", disable=not show_progress)
-        with bar, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            # Lowering holds Python's lock; it is done here while earlier programs compile.
-            futures = {pool.submit(self._lower[name]().compile): name for name in missing}
-            for future in as_completed(futures):
-                self._compiled[futures[future]] = future.result()
+        with tqdm(
+            total=len(missing), desc="compiling", unit="program", disable=not show_progress
+        ) as bar:
+            self.start(missing)
+            names_by_future = {self._compiling[name]: name for name in missing}
+            for future in as_completed(names_by_future):
+                name = names_by_future[future]
+                del self._compiling[name]
+                self._compiled[name] = future.result()
                 bar.update()
 
     def __getitem__(self, name: Any) -> jax.stages.Compiled:

@@ -123,6 +123,10 @@ class ModelRunner:
             {bucket: partial(lower, bucket) for bucket in self.buckets} | {_COPY: lower_copy}
         )
 
+    def start_compiling(self, buckets: Iterable[Bucket]) -> None:
+        """Begins to compile programs, or to load them, in the background."""
+        self._plan.start(buckets)
+
     def compile(
         self, buckets: Iterable[Bucket] | None = None, *, show_progress: bool = False
     ) -> None:

@@ -34,8 +34,8 @@ def test_steps_bring_one_token_each_once_the_prompt_is_computed(engine):
     assert engine.step() == []
     brought = [engine.step() for _ in range(3)]
     assert [len(outputs) for outputs in brought] == [1, 1, 1]
-    assert [outputs[0].token_ids[0] for outputs in brought] == request.output_token_ids
-    assert [outputs[0].logprobs[0] for outputs in brought] == request.logprobs
+    assert [new[0] for [(_, new, _)] in brought] == request.output_token_ids
+    assert [new[0] for [(_, _, new)] in brought] == request.logprobs
     assert request.is_finished and request.finish_reason is FinishReason.LENGTH
     assert not engine.has_unfinished_requests
 
@@ -174,7 +174,7 @@ def test_pool_holds_every_request_at_full_length_where_memory_allows(tiny_model)
 
 
 def test_model_that_does_not_fit_into_memory_is_refused_with_the_sums(tiny_model, monkeypatch):
-    monkeypatch.setattr("jpaged.engine._available_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("jpaged.runner.memory_plan._available_host_bytes", lambda: 1 << 20)
     with pytest.raises(ValueError, match="does not fit.*memory_utilization 0.01"):
         open_engine(tiny_model("gqa"), num_blocks=None, max_model_len=None, memory_utilization=0.01)
 

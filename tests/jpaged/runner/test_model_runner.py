@@ -76,7 +76,7 @@ def test_the_counter_sees_what_was_not_warmed_up(tiny_model):
     engine.add_request("a", [1], SamplingParams(max_tokens=2))
     engine.step()
     assert engine.compilations_after_warm_up == 0
-    engine.add_request("b", [1, 2, 3], SamplingParams(max_tokens=2))
+    engine.add_request("b", [1] * 40, SamplingParams(max_tokens=2))
     engine.step()
     assert engine.compilations_after_warm_up == 1
 
