@@ -3,7 +3,9 @@
 import argparse
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
@@ -196,8 +198,8 @@ def _generate(args: argparse.Namespace) -> int:
         else:
             asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
         if len(prompts) == 1:
-            _print_stream(llm, asked[0], params)
-            return 0
+            _, was_interrupted = _print_stream(llm, asked[0], params)
+            return 130 if was_interrupted else 0
         for prompt, output in zip(prompts, llm.generate(asked, params), strict=True):
             print(f"> {prompt}\n{output.outputs[0].text}\n")
     return 0
@@ -213,7 +215,10 @@ def _chat(args: argparse.Namespace) -> int:
                 f"model {args.model!r} has no chat template; use jpaged generate --raw"
             )
         if is_interactive:
-            print("Type a message; /reset starts over, /exit or Ctrl-D ends.", file=sys.stderr)
+            print(
+                "Type a message; Ctrl-C stops an answer, /reset starts over, /exit or Ctrl-D ends.",
+                file=sys.stderr,
+            )
         start = len(messages)
         while (line := _read_line(is_interactive)) is not None:
             if line == "/exit":
@@ -225,13 +230,15 @@ def _chat(args: argparse.Namespace) -> int:
                 continue
             messages.append({"role": "user", "content": line})
             try:
-                answer = _print_stream(llm, messages, params)
+                answer, was_interrupted = _print_stream(llm, messages, params)
             except ValueError as error:  # too long, say: the conversation can go on
                 if not is_interactive:
                     raise
                 print(f"jpaged: {error}. /reset starts over.", file=sys.stderr)
                 messages.pop()
                 continue
+            if was_interrupted and not is_interactive:
+                return 130
             messages.append({"role": "assistant", "content": answer})
     return 0
 
@@ -247,20 +254,49 @@ def _read_line(is_interactive: bool) -> str | None:
     return line.strip() if line else None
 
 
-def _print_stream(llm: Any, prompt: Any, params: SamplingParams) -> str:
-    """Prints an answer as it comes; returns it."""
+def _print_stream(llm: Any, prompt: Any, params: SamplingParams) -> tuple[str, bool]:
+    """Prints an answer as it comes; returns it, and whether Ctrl-C ended it."""
     text = ""
     finish_reason = None
-    for _, delta, output in llm.stream([prompt], [params]):
-        sys.stdout.write(delta)
-        sys.stdout.flush()
-        text += delta
-        if output is not None:
-            finish_reason = output.outputs[0].finish_reason
+    with _InterruptFlag() as interrupted:
+        for _, delta, output in llm.stream([prompt], [params], should_stop=interrupted.is_set):
+            sys.stdout.write(delta)
+            sys.stdout.flush()
+            text += delta
+            if output is not None:
+                finish_reason = output.outputs[0].finish_reason
     print()
     if finish_reason == "length":
         print(f"jpaged: stopped at --max-tokens {params.max_tokens}", file=sys.stderr)
-    return text
+    return text, finish_reason == "abort"
+
+
+class _InterruptFlag:
+    """Within it, Ctrl-C sets a flag instead of ending a step in the middle; a second one raises."""
+
+    def __enter__(self) -> "_InterruptFlag":
+        self._count = 0
+        # A program that embeds us, or a shell that runs us in the background, has its own way.
+        self._is_ours = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if self._is_ours:
+            signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def is_set(self) -> bool:
+        """Whether Ctrl-C was pressed."""
+        return self._count > 0
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        self._count += 1
+        if self._count > 1:
+            raise KeyboardInterrupt
 
 
 def _warmup(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ Both take text, token ids or chats and work offline: all prompts are known befor
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral
 from typing import Any
@@ -122,11 +122,21 @@ class LLM:
         return self.generate(messages, sampling_params)  # type: ignore[arg-type]
 
     def stream(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, str, RequestOutput | None]]:
         """Yields (index of the prompt, new text, final output or `None`) as steps bring them.
 
         A caller who stops iterating aborts what is unfinished.
+
+        Args:
+            prompts: As for `generate`.
+            params: One for each prompt.
+            should_stop: Asked before every step; if it says yes, all answers end as they are, with
+                the finish reason "abort".
         """
         if not self._lock.acquire(blocking=False):
             raise ValueError(
@@ -144,6 +154,10 @@ class LLM:
                 answers[request_id] = _Answer(index, text, request, self.tokenizer)
             self._warm_up([answer.request for answer in answers.values()])
             while self.engine.has_unfinished_requests:
+                if should_stop():
+                    for request_id in answers:
+                        self.engine.abort(request_id)
+                    break
                 for request, token_ids, _ in self.engine.step():
                     answer = answers.get(request.request_id)
                     if answer is None:
@@ -156,6 +170,9 @@ class LLM:
                         yield answer.index, delta, answer.output()
                     elif delta:
                         yield answer.index, delta, None
+            for request_id, answer in list(answers.items()):  # those that were aborted
+                del answers[request_id]
+                yield answer.index, answer.add(()), answer.output()
         finally:
             for request_id in answers:
                 self.engine.abort(request_id)

@@ -12,10 +12,15 @@ job counts who still refers to it, and a task looks at the call frame only after
 item, for which the handler waits.
 """
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import inspect
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,9 +30,14 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core import config as _typed_config
 from numba.extending import intrinsic as _typed_intrinsic
 
-# Their types do not tell that an intrinsic's first parameter is the compiler's business.
+logger = logging.getLogger(__name__)
+
+# Numba's types do not know all of these, nor that an intrinsic's first parameter is the compiler's
+# business.
+config: Any = _typed_config
 intrinsic: Any = _typed_intrinsic
 carray: Any = numba.carray  # pyright: ignore[reportPrivateImportUsage]
 
@@ -130,12 +140,47 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def callback(signature: Any) -> Callable[..., Any]:
-    """Compiles a function that C calls, together with all that it calls, and keeps it on disk."""
+    """Compiles a function that C calls, together with all that it calls, and keeps it on disk.
+
+    The function must read a variable of the function around it that holds `source_version`: Numba
+    keeps machine code under what is in the function and its closure, and does not see that a
+    function called from it has changed.
+    """
 
     def compile_callback(function: Callable[..., Any]) -> Any:
-        return numba.cfunc(signature, cache=True)(inspect.unwrap(function))
+        function = inspect.unwrap(function)
+        assert function.__closure__, f"{function.__name__} reads no source_version"
+        try:
+            with _numba_cache_beside_jax():
+                return numba.cfunc(signature, cache=True)(function)
+        except RuntimeError as error:
+            if "no locator available" not in str(error):
+                raise
+            logger.warning(
+                "machine code is made anew at every start: no folder that it could be kept in can "
+                "be written. Set NUMBA_CACHE_DIR to one that can"
+            )
+            return numba.cfunc(signature)(function)
 
     return compile_callback
+
+
+@contextlib.contextmanager
+def _numba_cache_beside_jax() -> Iterator[None]:
+    """Lets Numba keep machine code in JAX's compilation cache, if there is one."""
+    before, folder = config.CACHE_DIR, jax.config.jax_compilation_cache_dir
+    if not before and folder and "://" not in folder:
+        config.CACHE_DIR = os.path.join(folder, "numba")
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = before
+
+
+def source_version(*files: str) -> int:
+    """A number that stands for the text of this module and of others."""
+    text = b"".join(Path(file).read_bytes() for file in (__file__, *files))
+    return int.from_bytes(hashlib.sha256(text).digest()[:7])
 
 
 def register(name: str, handler: Any) -> None:
@@ -385,8 +430,11 @@ def _make_empty(shape: tuple[int, ...], dtype: np.dtype) -> jax.stages.Compiled:
 
 @functools.cache
 def _register_empty() -> None:
+    version = source_version()
+
     @callback(types.intp(types.intp))
     def leave_as_it_is(frame):
+        _ = version
         is_metadata_query(frame)
         return 0
 

@@ -67,10 +67,12 @@ def paged_attention_cpu(
 @functools.cache
 def _register() -> None:
     """Compiles the handler, or loads it from disk, and tells XLA its name, once in a process."""
-
     # Made here and not at import, which must stay cheap.
+    version = xla_ffi.source_version(__file__)
+
     @callback(types.void(types.intp))
     def task(job):
+        _ = version
         _attend_tiles(job)
         xla_ffi.leave(job)
 
@@ -78,6 +80,7 @@ def _register() -> None:
 
     @callback(types.intp(types.intp))
     def handler(frame):
+        _ = version
         if not xla_ffi.is_metadata_query(frame):
             _attend(frame)
         return 0

@@ -1,5 +1,6 @@
 import io
 import json
+import signal
 import subprocess
 import sys
 
@@ -110,6 +111,36 @@ def test_conversation_can_be_reset_and_ended_by_a_line(run, llm):
     code, out, _ = run("chat", "--max-tokens=8", stdin="Hi\n/reset\nHi\n/exit\nnever read\n")
     first = greedy_text(llm, user("Hi"), 8)
     assert (code, out) == (0, f"{first}\n{first}\n")
+
+
+def test_first_interrupt_sets_a_flag_and_the_second_raises():
+    before = signal.getsignal(signal.SIGINT)
+    with cli._InterruptFlag() as flag:
+        assert not flag.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert flag.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_interrupted_answer_ends_after_its_step(run, monkeypatch):
+    whole = run("generate", "Hello", "--max-tokens=40", "--ignore-eos")[1]
+    shown = []
+
+    class Terminal(io.StringIO):
+        def write(self, text):
+            shown.append(text)
+            if len(shown) == 2:
+                signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    code, _, _ = run("generate", "Hello", "--max-tokens=40", "--ignore-eos")
+    assert code == 130
+    text = out.getvalue().removesuffix("\n")
+    assert whole.startswith(text) and 0 < len(text) < len(whole) - 1
 
 
 def test_chat_with_a_model_without_template_is_refused(tiny_model, tmp_path, capsys, monkeypatch):

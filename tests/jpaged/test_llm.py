@@ -130,6 +130,32 @@ def test_leaving_a_stream_ends_its_requests(llm):
     assert llm.engine.kv_cache_manager.pool.num_blocks_in_use == 0
 
 
+def test_stream_told_to_stop_ends_every_answer_as_it_is(llm):
+    texts, finals = [""] * 2, {}
+    stream = llm.stream(["Hello", "another"], [GREEDY] * 2, should_stop=lambda: len(texts[0]) >= 2)
+    for index, delta, output in stream:
+        texts[index] += delta
+        if output is not None:
+            finals[index] = output.outputs[0]
+    full = [output.outputs[0] for output in llm.generate(["Hello", "another"], GREEDY)]
+    for index, (text, whole) in enumerate(zip(texts, full, strict=True)):
+        assert finals[index].finish_reason == "abort" and finals[index].text == text
+        assert 0 < len(finals[index].token_ids) < len(whole.token_ids)
+        assert whole.token_ids[: len(finals[index].token_ids)] == finals[index].token_ids
+    assert llm.engine.kv_cache_manager.pool.num_blocks_in_use == 0
+
+
+def test_answer_that_is_aborted_through_the_engine_is_not_lost(llm):
+    stream = llm.stream(["Hello", "another"], [GREEDY] * 2)
+    index, _, _ = next(stream)
+    [*_, other] = llm.engine.scheduler.requests
+    llm.engine.abort(other)
+    finals = {i: output for i, _, output in stream if output is not None}
+    assert {i: output.outputs[0].finish_reason for i, output in finals.items()} == {
+        index: "length", 1 - index: "abort"
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
