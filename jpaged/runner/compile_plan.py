@@ -103,17 +103,23 @@ class CompilePlan:
         """Lowers programs that are not compiled yet and compiles them in the background."""
         names = [n for n in names if n not in self._compiled and n not in self._compiling]
         pool = ThreadPoolExecutor(os.cpu_count() or 1)
-        # Lowering holds Python's lock; it is done here while earlier programs compile.
-        for name in names:
-            self._compiling[name] = pool.submit(self._lower[name]().compile)
-        pool.shutdown(wait=False)
+        try:
+            # Lowering holds Python's lock; it is done here while earlier programs compile.
+            for name in names:
+                self._compiling[name] = pool.submit(self._lower[name]().compile)
+        finally:
+            pool.shutdown(wait=False)
 
     def compile(self, names: Iterable[Any] | None = None, *, show_progress: bool = False) -> None:
-        """Compiles those of the named programs (`None`: all) that are not compiled yet."""
+        """Compiles those of the named programs (`None`: all) that are not compiled yet.
+
+        Waits for those that were started before as well: afterwards nothing compiles.
+        """
         names = self._lower if names is None else names
         missing = [name for name in names if name not in self._compiled]
-        if not missing:
+        if not missing and not self._compiling:
             return
+        missing += [name for name in self._compiling if name not in missing]
         with tqdm(
             total=len(missing), desc="compiling", unit="program", disable=not show_progress
         ) as bar:

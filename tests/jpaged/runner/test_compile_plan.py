@@ -1,3 +1,5 @@
+import time
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,6 +22,22 @@ def test_each_program_is_compiled_once_and_only_when_asked_for():
     plan.compile()
     assert lowered == [3, 2, 5]
     assert plan[5](jnp.ones(5, jnp.float32)).tolist() == [7.0] * 5
+
+
+def test_programs_that_were_started_are_done_when_any_others_are():
+    class Slow:
+        def compile(self):
+            time.sleep(0.2)
+            return lower(7).compile()
+
+    plan = CompilePlan({2: lambda: lower(2), 7: lambda: Slow(), 9: lambda: lower(9)})
+    plan.start([7])
+    with pytest.raises(KeyError):
+        plan[7]
+    plan.compile([2])
+    assert plan[7](jnp.ones(7, jnp.float32)).tolist() == [9.0] * 7
+    with pytest.raises(KeyError):
+        plan[9]
 
 
 def test_program_that_was_not_planned_is_never_compiled_by_the_way():
