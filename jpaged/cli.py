@@ -72,7 +72,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="continue the text as it is, without the model's chat template",
     )
     _add_model(generate)
-    _add_sampling(generate, max_tokens=256)
+    _add_sampling(generate, max_tokens=256, temperature=0.0)
     _add_engine(generate)
     generate.set_defaults(run=_generate)
 
@@ -81,7 +81,8 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     chat.add_argument("--system", metavar="TEXT", help="the system message")
     _add_model(chat)
-    _add_sampling(chat, max_tokens=512)
+    # Small models repeat themselves in a greedy conversation.
+    _add_sampling(chat, max_tokens=512, temperature=0.7)
     _add_engine(chat)
     chat.set_defaults(run=_chat)
 
@@ -100,7 +101,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
 
 
-def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float) -> None:
     group = parser.add_argument_group("sampling")
     add = group.add_argument
     add(
@@ -113,11 +114,11 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     add(
         "--temperature",
         type=float,
-        default=0.0,
+        default=temperature,
         metavar="X",
-        help="0 takes the most likely token; higher is more varied (default: 0)",
+        help="0 takes the most likely token; higher is more varied (default: %(default)s)",
     )
-    add("--top-k", type=int, default=0, metavar="N", help="sample among the N most likely tokens")
+    add("--top-k", type=int, default=0, metavar="N", help="sample among the N most likely (0: all)")
     add(
         "--top-p",
         type=float,
@@ -250,6 +251,9 @@ def _read_line(is_interactive: bool) -> str | None:
         except EOFError:
             print()
             return None
+        except KeyboardInterrupt:
+            print("\n/exit or Ctrl-D ends.", file=sys.stderr)
+            return ""
     line = sys.stdin.readline()
     return line.strip() if line else None
 
@@ -305,7 +309,7 @@ def _warmup(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     with _make_llm(args) as llm:
         llm.engine.warm_up(show_progress=True)
-        num_programs = len(list(llm.engine.runner.buckets))
+        num_programs = llm.engine.runner.num_programs
     from jpaged.runner.compile_plan import enable_persistent_cache
 
     seconds = time.perf_counter() - started

@@ -210,7 +210,8 @@ class LLM:
                 )
         if self.tokenizer is None:
             raise ValueError(
-                "this model has no tokenizer; give token ids, or LLM(..., tokenizer=...)"
+                "this model has no tokenizer; give token ids, or a jpaged.text.tokenizer.Tokenizer "
+                "as tokenizer="
             )
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)

@@ -132,6 +132,10 @@ class CompilePlan:
                 bar.update()
         _return_freed_memory()
 
+    def __len__(self) -> int:
+        """Programs that are planned."""
+        return len(self._lower)
+
     def __getitem__(self, name: Any) -> jax.stages.Compiled:
         """The compiled program; a name that was not planned is a `KeyError`."""
         return self._compiled[name]

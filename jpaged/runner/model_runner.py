@@ -138,6 +138,11 @@ class ModelRunner:
         """
         self._plan.compile(buckets, show_progress=show_progress)
 
+    @property
+    def num_programs(self) -> int:
+        """Programs that `compile` compiles."""
+        return len(self._plan)
+
     def program(self, bucket: Bucket) -> jax.stages.Compiled:
         """The compiled step of a bucket, for inspection."""
         return self._plan[bucket]
@@ -206,6 +211,8 @@ class ModelRunner:
         Raises:
             ValueError: If the modules differ in structure, or a leaf in shape or dtype.
         """
+        if not isinstance(model, nnx.Module):
+            raise ValueError(f"update_weights: got a {type(model).__name__}; give a Flax module")
         check_leaves(model)
         graphdef, state = nnx.split(model)
         if graphdef != self._graphdef:

@@ -99,7 +99,9 @@ def test_sampling_options_reach_the_sampler(run):
 
 
 def test_piped_lines_are_the_turns_of_one_conversation(run, llm):
-    code, out, _ = run("chat", "--max-tokens=8", "--system", "Be brief.", stdin="Hi\n\nBye\n")
+    code, out, _ = run(
+        "chat", "--max-tokens=8", "--temperature=0", "--system=Be brief.", stdin="Hi\n\nBye\n"
+    )
     assert code == 0
     messages = [{"role": "system", "content": "Be brief."}, *user("Hi")]
     first = greedy_text(llm, messages, 8)
@@ -108,7 +110,9 @@ def test_piped_lines_are_the_turns_of_one_conversation(run, llm):
 
 
 def test_conversation_can_be_reset_and_ended_by_a_line(run, llm):
-    code, out, _ = run("chat", "--max-tokens=8", stdin="Hi\n/reset\nHi\n/exit\nnever read\n")
+    code, out, _ = run(
+        "chat", "--max-tokens=8", "--temperature=0", stdin="Hi\n/reset\nHi\n/exit\nnever read\n"
+    )
     first = greedy_text(llm, user("Hi"), 8)
     assert (code, out) == (0, f"{first}\n{first}\n")
 
@@ -122,6 +126,15 @@ def test_first_interrupt_sets_a_flag_and_the_second_raises():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_interrupt_at_the_prompt_only_clears_the_line(monkeypatch, capsys):
+    def interrupt(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupt)
+    assert cli._read_line(is_interactive=True) == ""
+    assert "Ctrl-D" in capsys.readouterr().err
 
 
 def test_interrupted_answer_ends_after_its_step(run, monkeypatch):
@@ -158,7 +171,7 @@ def test_chat_with_a_model_without_template_is_refused(tiny_model, tmp_path, cap
 
 def test_warmup_compiles_every_program_ahead(tiny_model, capsys):
     assert cli.main(["warmup", str(tiny_model("gqa")), "--max-num-seqs=1", *ENGINE[1:]]) == 0
-    assert "2 programs compiled or loaded" in capsys.readouterr().out
+    assert "3 programs compiled or loaded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
