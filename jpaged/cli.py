@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     parser = _make_parser()
     args = parser.parse_args(arguments)
+    if sys.stdout is None:  # the caller has closed it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if args.command is None:
         parser.print_help()
         return 0
@@ -175,12 +177,17 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
 def _make_llm(args: argparse.Namespace):
     from jpaged.llm import LLM
 
-    return LLM(
-        args.model,
-        revision=args.revision,
-        show_progress=sys.stderr.isatty(),
-        **_engine_options(args),
-    )
+    with _InterruptFlag(raises_at_once=True) as interrupted:
+        llm = LLM(
+            args.model,
+            revision=args.revision,
+            show_progress=sys.stderr.isatty(),
+            **_engine_options(args),
+        )
+        # Where Python cannot raise, as in a callback of its garbage collector, it goes on.
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+    return llm
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -278,8 +285,11 @@ def _print_stream(llm: Any, prompt: Any, params: SamplingParams) -> tuple[str, b
 class _InterruptFlag:
     """Within it, Ctrl-C sets a flag instead of ending a step in the middle; a second one raises."""
 
-    def __enter__(self) -> "_InterruptFlag":
+    def __init__(self, *, raises_at_once: bool = False):
         self._count = 0
+        self._max_quiet = 0 if raises_at_once else 1
+
+    def __enter__(self) -> "_InterruptFlag":
         # A program that embeds us, or a shell that runs us in the background, has its own way.
         self._is_ours = (
             threading.current_thread() is threading.main_thread()
@@ -299,7 +309,7 @@ class _InterruptFlag:
 
     def _handle(self, signum: int, frame: Any) -> None:
         self._count += 1
-        if self._count > 1:
+        if self._count > self._max_quiet:
             raise KeyboardInterrupt
 
 

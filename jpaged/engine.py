@@ -6,10 +6,12 @@ result. The engine deals in token ids only; text is the business of its callers.
 thread and must be used by one thread at a time.
 """
 
+import contextlib
+import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -304,16 +306,34 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        self.scheduler.add(request)
+        with self._changing_scheduler(ValueError):
+            self.scheduler.add(request)
         return request
 
     def abort(self, request_id: str) -> None:
         """Ends a request that its caller no longer wants; unknown ids are ignored."""
-        self.scheduler.finish(request_id, FinishReason.ABORT)
+        if self._failure is None:
+            with self._changing_scheduler():
+                self.scheduler.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, stop_reason: str) -> None:
         """Ends a request at a stop string that its caller found in the text."""
-        self.scheduler.finish(request_id, FinishReason.STOP, stop_reason)
+        with self._changing_scheduler():
+            self.scheduler.finish(request_id, FinishReason.STOP, stop_reason)
+
+    @contextlib.contextmanager
+    def _changing_scheduler(self, *harmless: type[BaseException]) -> Iterator[None]:
+        """Marks the engine as failed if a change of the scheduler is not carried through.
+
+        An interrupt may come between any two statements. `harmless` errors come before a change.
+        """
+        try:
+            yield
+        except harmless:
+            raise
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def step(self) -> list[StepOutput]:
         """Runs one step.
@@ -328,12 +348,13 @@ class Engine:
         if not self.scheduler.has_unfinished:
             return []
         started = time.perf_counter()
-        output = self.scheduler.schedule()
-        bucket, buffer = self.runner.build(output.scheduled, self.kv_cache_manager.block_tables)
-        allocated = self.kv_cache_manager.num_allocated_slots
-        used = self.kv_cache_manager.num_used_slots + output.num_tokens
-        built = time.perf_counter()
+        with self._changing_scheduler():
+            output = self.scheduler.schedule()
         try:
+            bucket, buffer = self.runner.build(output.scheduled, self.kv_cache_manager.block_tables)
+            allocated = self.kv_cache_manager.num_allocated_slots
+            used = self.kv_cache_manager.num_used_slots + output.num_tokens
+            built = time.perf_counter()
             if output.copies:
                 self.runner.copy_blocks(output.copies)
             result = self.runner.execute(bucket, buffer, len(output.scheduled))
@@ -344,7 +365,8 @@ class Engine:
                 self._failure = error
             raise
         executed = time.perf_counter()
-        outputs = self.scheduler.update(output, result.token_ids, result.logprobs)
+        with self._changing_scheduler():
+            outputs = self.scheduler.update(output, result.token_ids, result.logprobs)
         ended = time.perf_counter()
 
         self.last_bucket = bucket
@@ -385,12 +407,14 @@ class Engine:
 
     def close(self) -> None:
         """Aborts all requests and frees the KV cache; the engine cannot be used afterwards."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._compilations.close()
+        self.runner.close()
         for request_id in list(self.scheduler.requests):
             self.abort(request_id)
-        if not self._is_closed:
-            self._is_closed = True
-            self._compilations.close()
-            self.runner.close()
+        gc.collect()  # JAX gives memory that it shares with NumPy back only then
 
 
 def _resolve_dtype(asked: str, stored: str) -> jnp.dtype:

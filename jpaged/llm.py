@@ -174,9 +174,11 @@ class LLM:
                 del answers[request_id]
                 yield answer.index, answer.add(()), answer.output()
         finally:
-            for request_id in answers:
-                self.engine.abort(request_id)
-            self._lock.release()
+            try:
+                for request_id in answers:
+                    self.engine.abort(request_id)
+            finally:
+                self._lock.release()
 
     def update_weights(self, model: nnx.Module) -> None:
         """Takes another module's arrays, without a copy, and forgets all cached prefixes."""

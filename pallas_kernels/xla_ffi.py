@@ -19,6 +19,8 @@ import hashlib
 import inspect
 import logging
 import os
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ from numba.core import config as _typed_config
 from numba.extending import intrinsic as _typed_intrinsic
 
 logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).read_bytes()
+_lock = threading.RLock()
 
 # Numba's types do not know all of these, nor that an intrinsic's first parameter is the compiler's
 # business.
@@ -150,36 +155,59 @@ def callback(signature: Any) -> Callable[..., Any]:
     def compile_callback(function: Callable[..., Any]) -> Any:
         function = inspect.unwrap(function)
         assert function.__closure__, f"{function.__name__} reads no source_version"
-        try:
-            with _numba_cache_beside_jax():
-                return numba.cfunc(signature, cache=True)(function)
-        except RuntimeError as error:
-            if "no locator available" not in str(error):
-                raise
-            logger.warning(
-                "machine code is made anew at every start: no folder that it could be kept in can "
-                "be written. Set NUMBA_CACHE_DIR to one that can"
+        if config.DISABLE_JIT:
+            raise ValueError(
+                "NUMBA_DISABLE_JIT is set; attention on CPU is compiled by Numba: unset it"
             )
+        with _lock, _numba_cache_beside_jax() as folder:
+            try:
+                return numba.cfunc(signature, cache=True)(function)
+            except Exception as error:  # of many kinds, if what is kept is damaged
+                logger.warning(
+                    "machine code cannot be kept in or read from %s (%s: %s); compiling it anew. "
+                    "NUMBA_CACHE_DIR names another folder",
+                    folder or "any folder",
+                    type(error).__name__,
+                    error,
+                )
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
             return numba.cfunc(signature)(function)
 
     return compile_callback
 
 
 @contextlib.contextmanager
-def _numba_cache_beside_jax() -> Iterator[None]:
-    """Lets Numba keep machine code in JAX's compilation cache, if there is one."""
+def _numba_cache_beside_jax() -> Iterator[str | None]:
+    """Lets Numba keep machine code in JAX's compilation cache, and yields where, if it may."""
     before, folder = config.CACHE_DIR, jax.config.jax_compilation_cache_dir
-    if not before and folder and "://" not in folder:
+    may = not before and folder and "://" not in folder
+    if may:
         config.CACHE_DIR = os.path.join(folder, "numba")
     try:
-        yield
+        yield config.CACHE_DIR if may else None
     finally:
         config.CACHE_DIR = before
 
 
+def once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a function once for each tuple of arguments, whichever thread comes first."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        with _lock:
+            return cached(*args)
+
+    return call
+
+
 def source_version(*files: str) -> int:
-    """A number that stands for the text of this module and of others."""
-    text = b"".join(Path(file).read_bytes() for file in (__file__, *files))
+    """A number that stands for the text of this module and of others.
+
+    To be called where they are imported: later the files may hold another text.
+    """
+    text = _SOURCE + b"".join(Path(file).read_bytes() for file in files)
     return int.from_bytes(hashlib.sha256(text).digest()[:7])
 
 
@@ -421,14 +449,14 @@ def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return _make_empty(shape, np.dtype(dtype))()
 
 
-@functools.cache
+@once
 def _make_empty(shape: tuple[int, ...], dtype: np.dtype) -> jax.stages.Compiled:
     _register_empty()
     call = jax.ffi.ffi_call("jpaged_empty", jax.ShapeDtypeStruct(shape, dtype))
     return jax.jit(call).lower().compile()
 
 
-@functools.cache
+@once
 def _register_empty() -> None:
     version = source_version()
 

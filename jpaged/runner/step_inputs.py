@@ -272,6 +272,6 @@ class StepInputsBuilder:
         # What float32 cannot hold means the same as the nearest that it can: a huge temperature
         # makes all tokens alike, a tiny top_p keeps the best one.
         temperature = 0.0 if params.is_greedy else min(params.temperature, 1e30)
-        self._owners[row] = request
         self._floats[:, row] = temperature, max(params.top_p, 1e-30)
         self._ints[:, row] = top_k, *seed, params.logprobs is not None
+        self._owners[row] = request  # last: an interrupt before it leaves the row unclaimed

@@ -8,9 +8,8 @@ nothing is gathered. Threads take tiles as they come free. One program serves ev
 Against `xla.py`, which gathers: docs/decisions/012.
 """
 
-import functools
-
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 from numba import types
@@ -20,6 +19,8 @@ from pallas_kernels.paged_attention.inputs import AttentionInputs
 from pallas_kernels.xla_ffi import callback, compiled
 
 DTYPES = ("float32", "bfloat16")
+
+_VERSION = xla_ffi.source_version(__file__)
 
 _TARGET = "jpaged_paged_attention"
 _TASK = "jpaged_paged_attention_task"
@@ -57,18 +58,18 @@ def paged_attention_cpu(
     return call(
         q,
         kv_cache_layer,
-        inputs.query_start_loc,
-        inputs.seq_lens,
-        inputs.block_tables,
+        inputs.query_start_loc.astype(jnp.int32),
+        inputs.seq_lens.astype(jnp.int32),
+        inputs.block_tables.astype(jnp.int32),
         np.full(1, scale, np.float32),
     )
 
 
-@functools.cache
+@xla_ffi.once
 def _register() -> None:
     """Compiles the handler, or loads it from disk, and tells XLA its name, once in a process."""
     # Made here and not at import, which must stay cheap.
-    version = xla_ffi.source_version(__file__)
+    version = _VERSION
 
     @callback(types.void(types.intp))
     def task(job):

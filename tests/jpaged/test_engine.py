@@ -317,3 +317,24 @@ class TestUpdateWeights:
         with pytest.raises(ValueError, match=r"norm.*float32\[65\].*must be float32\[64\]"):
             engine.update_weights(other)
         assert engine.runner.leaves is leaves
+
+
+@pytest.mark.parametrize("where", ["schedule", "update", "finish"])
+def test_interrupted_change_of_the_scheduler_ends_the_engine_and_frees_its_memory(
+    where, tiny_model, monkeypatch
+):
+    engine = open_engine(tiny_model("gqa"))
+    engine.add_request("a", PROMPT, GREEDY)
+    engine.step()
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.scheduler, where, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.abort("a") if where == "finish" else engine.step()
+    with pytest.raises(RuntimeError, match="failed earlier"):
+        engine.step()
+    engine.abort("a")  # says nothing: there is nothing left to end
+    engine.close()
+    assert engine.runner.kv_cache == ()

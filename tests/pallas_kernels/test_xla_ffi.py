@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -133,6 +134,54 @@ def test_where_nothing_can_be_kept_the_code_still_runs(monkeypatch, caplog):
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
     assert make_callback(3).ctypes(39) == 42
     assert "NUMBA_CACHE_DIR" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("content", [b"", b"garbage"])
+def test_damaged_machine_code_is_made_anew(suffix, content, tmp_path, caplog):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        make_callback(4)
+        [file] = tmp_path.glob(f"numba/**/*.{suffix}")
+        file.write_bytes(content)
+        assert make_callback(4).ctypes(38) == 42
+        assert "cannot be kept in or read from" in caplog.text
+        caplog.clear()
+        make_callback(4)
+        assert make_callback(4).ctypes(38) == 42
+        assert not caplog.text, "the damaged file is still there"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_first_use_on_many_threads_happens_once():
+    calls = []
+
+    @xla_ffi.once
+    def register(name):
+        calls.append(name)
+        time.sleep(0.05)
+
+    threads = [threading.Thread(target=register, args=("a",)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == ["a"]
+
+
+def test_wide_integers_are_read_as_what_they_are():
+    [batch, *_] = mixed_batches(shape=Shape(4, 2, 16))
+    expected = paged_attention_cpu(*batch[:3], scale=0.25)
+    with jax.enable_x64(True):
+        wide = batch.inputs._replace(
+            query_start_loc=batch.inputs.query_start_loc.astype(jnp.int64),
+            seq_lens=batch.inputs.seq_lens.astype(jnp.int64),
+            block_tables=batch.inputs.block_tables.astype(jnp.int64),
+        )
+        out = paged_attention_cpu(batch.q, batch.kv_cache_layer, wide, scale=0.25)
+    np.testing.assert_array_equal(out, expected)
 
 
 def test_source_version_follows_the_text(tmp_path):
