@@ -138,47 +138,49 @@ class LLM:
             should_stop: Asked before every step; if it says yes, all answers end as they are, with
                 the finish reason "abort".
         """
-        if not self._lock.acquire(blocking=False):
+        if self._lock.locked():
             raise ValueError(
                 "this LLM is in the middle of another call; finish or close that iterator first"
             )
-        answers: dict[str, _Answer] = {}
-        try:
-            encoded = [self._encode(prompt) for prompt in prompts]
-            for param in params:
-                if self.tokenizer is None and param.stop:
-                    raise ValueError(f"SamplingParams.stop is {param.stop!r}; it needs a tokenizer")
-            for index, ((text, token_ids), param) in enumerate(zip(encoded, params, strict=True)):
-                request_id = f"llm-{next(self._request_ids)}"
-                request = self.engine.add_request(request_id, token_ids, param)
-                answers[request_id] = _Answer(index, text, request, self.tokenizer)
-            self._warm_up([answer.request for answer in answers.values()])
-            while self.engine.has_unfinished_requests:
-                if should_stop():
-                    for request_id in answers:
-                        self.engine.abort(request_id)
-                    break
-                for request, token_ids, _ in self.engine.step():
-                    answer = answers.get(request.request_id)
-                    if answer is None:
-                        continue  # somebody else's, added through `engine`
-                    delta = answer.add(token_ids)
-                    if answer.stop_reason is not None and not request.is_finished:
-                        self.engine.finish(request.request_id, answer.stop_reason)
-                    if request.is_finished:
-                        del answers[request.request_id]
-                        yield answer.index, delta, answer.output()
-                    elif delta:
-                        yield answer.index, delta, None
-            for request_id, answer in list(answers.items()):  # those that were aborted
-                del answers[request_id]
-                yield answer.index, answer.add(()), answer.output()
-        finally:
+        with self._lock:
+            answers: dict[str, _Answer] = {}
             try:
+                encoded = [self._encode(prompt) for prompt in prompts]
+                for param in params:
+                    if self.tokenizer is None and param.stop:
+                        raise ValueError(
+                            f"SamplingParams.stop is {param.stop!r}; it needs a tokenizer"
+                        )
+                for index, ((text, token_ids), param) in enumerate(
+                    zip(encoded, params, strict=True)
+                ):
+                    request_id = f"llm-{next(self._request_ids)}"
+                    request = self.engine.add_request(request_id, token_ids, param)
+                    answers[request_id] = _Answer(index, text, request, self.tokenizer)
+                self._warm_up([answer.request for answer in answers.values()])
+                while self.engine.has_unfinished_requests:
+                    if should_stop():
+                        for request_id in answers:
+                            self.engine.abort(request_id)
+                        break
+                    for request, token_ids, _ in self.engine.step():
+                        answer = answers.get(request.request_id)
+                        if answer is None:
+                            continue  # somebody else's, added through `engine`
+                        delta = answer.add(token_ids)
+                        if answer.stop_reason is not None and not request.is_finished:
+                            self.engine.finish(request.request_id, answer.stop_reason)
+                        if request.is_finished:
+                            del answers[request.request_id]
+                            yield answer.index, delta, answer.output()
+                        elif delta:
+                            yield answer.index, delta, None
+                for request_id, answer in list(answers.items()):  # those that were aborted
+                    del answers[request_id]
+                    yield answer.index, answer.add(()), answer.output()
+            finally:
                 for request_id in answers:
                     self.engine.abort(request_id)
-            finally:
-                self._lock.release()
 
     def update_weights(self, model: nnx.Module) -> None:
         """Takes another module's arrays, without a copy, and forgets all cached prefixes."""
