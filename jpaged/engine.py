@@ -342,7 +342,8 @@ class Engine:
             One entry per request that got a token; empty if nothing is unfinished.
 
         Raises:
-            RuntimeError: If an earlier step failed; the engine then holds no cache any more.
+            RuntimeError: If the engine was closed, or failed earlier: its cache was given away or
+                its scheduler interrupted in the middle of a change.
         """
         self._check_alive()
         if not self.scheduler.has_unfinished:

@@ -117,7 +117,15 @@ def test_conversation_can_be_reset_and_ended_by_a_line(run, llm):
     assert (code, out) == (0, f"{first}\n{first}\n")
 
 
-def test_first_interrupt_sets_a_flag_and_the_second_raises():
+@pytest.fixture
+def interruptible():
+    """SIGINT as in a terminal; a shell's background job starts with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_first_interrupt_sets_a_flag_and_the_second_raises(interruptible):
     before = signal.getsignal(signal.SIGINT)
     with cli._InterruptFlag() as flag:
         assert not flag.is_set()
@@ -137,7 +145,7 @@ def test_interrupt_at_the_prompt_only_clears_the_line(monkeypatch, capsys):
     assert "Ctrl-D" in capsys.readouterr().err
 
 
-def test_interrupted_answer_ends_after_its_step(run, monkeypatch):
+def test_interrupted_answer_ends_after_its_step(run, interruptible, monkeypatch):
     whole = run("generate", "Hello", "--max-tokens=40", "--ignore-eos")[1]
     shown = []
 
