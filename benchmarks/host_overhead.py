@@ -57,7 +57,7 @@ def measure(num_waiting: int, num_steps: int) -> float:
         builder.build(output.scheduled, manager.block_tables)
         built = time.perf_counter()
         token_ids = [rng.randrange(50_000) for _ in output.scheduled]
-        logprobs = [0.0] * len(token_ids)
+        logprobs = [None] * len(token_ids)
         called = time.perf_counter()
         scheduler.update(output, token_ids, logprobs)
         seconds = built - started + time.perf_counter() - called

@@ -270,12 +270,12 @@ def _print_stream(llm: Any, prompt: Any, params: SamplingParams) -> tuple[str, b
     text = ""
     finish_reason = None
     with _InterruptFlag() as interrupted:
-        for _, delta, output in llm.stream([prompt], [params], should_stop=interrupted.is_set):
-            sys.stdout.write(delta)
+        for delta in llm.stream([prompt], [params], should_stop=interrupted.is_set):
+            sys.stdout.write(delta.text)
             sys.stdout.flush()
-            text += delta
-            if output is not None:
-                finish_reason = output.outputs[0].finish_reason
+            text += delta.text
+            if delta.output is not None:
+                finish_reason = delta.output.outputs[0].finish_reason
     print()
     if finish_reason == "length":
         print(f"jpaged: stopped at --max-tokens {params.max_tokens}", file=sys.stderr)

@@ -7,6 +7,7 @@ imports JAX. What one caller asks of one request is `jpaged.sampling_params`.
 from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16", "float16")
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 
 def check_range(
@@ -153,6 +154,11 @@ class EngineConfig:
             up to `max_num_batched_tokens`.
         dtype: "auto" (float32 on CPU, the checkpoint's 16-bit type or bfloat16 on GPU),
             "float32" or "bfloat16".
+        max_logprobs: Alternatives whose log-probabilities a request may ask for, at most; -1: the
+            whole vocabulary, which every step then has room for.
+        logprobs_mode: What is reported: "raw_logprobs" or "raw_logits" of the model's own
+            distribution, "processed_logprobs" or "processed_logits" of the one that was sampled
+            from, after all that the request asked.
         seed: Draws the seeds of requests that bring none.
     """
 
@@ -170,6 +176,8 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] | None = None
     mixed_buckets: tuple[int, ...] | None = None
     dtype: str = "auto"
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -189,6 +197,13 @@ class EngineConfig:
         )
         check_range(owner, "watermark", self.watermark, minimum=0.0, maximum=0.5)
         check_range(owner, "memory_utilization", self.memory_utilization, minimum=0.01, maximum=1.0)
+        check_int(owner, "max_logprobs", self.max_logprobs)
+        check_range(owner, "max_logprobs", self.max_logprobs, minimum=-1)
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(
+                f"{owner}.logprobs_mode is {self.logprobs_mode!r}; it must be one of "
+                f"{', '.join(LOGPROBS_MODES)}"
+            )
         check_range(owner, "seed", self.seed, minimum=0, maximum=2**63 - 1)
         check_int(owner, "long_prefill_token_threshold", self.long_prefill_token_threshold)
         check_int(owner, "seed", self.seed)

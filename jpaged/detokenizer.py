@@ -1,7 +1,7 @@
 """Token ids of one answer -> text that may be shown now, cut at a stop string.
 
-Two things keep text back: an incomplete character (`IncrementalDecoder`), and an end that may
-be the beginning of a stop string. The latter is kept back exactly as long as it may be, so that
+Two things keep text back: what the decoder has not decided (`IncrementalDecoder`), and an end that
+may be the beginning of a stop string. The latter is kept back exactly as long as it may be, so that
 no character of a stop string is ever shown and no other waits.
 
 The result does not depend on how the ids are spread over calls: of several stop strings, the one
@@ -19,7 +19,10 @@ class Detokenizer:
 
     Args:
         tokenizer: The model's.
-        params: `stop`, `include_stop_str_in_output` and `skip_special_tokens` are used.
+        params: `stop`, `include_stop_str_in_output`, `min_tokens`, `skip_special_tokens` and
+            `spaces_between_special_tokens` are used. Until the answer has `min_tokens` ids, skipped
+            ones included, no stop string ends it: one counts only if its last character came after
+            these.
 
     Attributes:
         stop_reason: The stop string that ended the text; further ids are ignored from then on.
@@ -31,9 +34,14 @@ class Detokenizer:
         self._skipped_ids = (
             tokenizer.special_token_ids if params.skip_special_tokens else frozenset[int]()
         )
-        self._stop = tuple(params.stop)
+        self._stop = tuple(params.stop or ())
         self._include_stop = params.include_stop_str_in_output
-        self._decoder = tokenizer.incremental_decoder()
+        self._min_tokens = params.min_tokens
+        self._num_ids = 0
+        self._decoder = tokenizer.incremental_decoder(
+            spaces_between_special_tokens=params.skip_special_tokens
+            or params.spaces_between_special_tokens
+        )
         self._shown: list[str] = []
         self._held = ""
 
@@ -52,24 +60,41 @@ class Detokenizer:
         """
         if self.stop_reason is not None:
             return ""
+        ids = list(token_ids)
+        num_exempt = max(self._min_tokens - self._num_ids, 0)
+        self._num_ids += len(ids)
+        if self._num_ids <= self._min_tokens:
+            exempt, countable = self._decode(ids, finished), ""
+        else:
+            exempt = self._decode(ids[:num_exempt], False) if num_exempt else ""
+            countable = self._decode(ids[num_exempt:], finished)
+        delta = self._cut(self._held + exempt, countable, finished)
+        if delta:
+            self._shown.append(delta)
+        return delta
+
+    def _decode(self, token_ids: list[int], final: bool) -> str:
         pieces = (
             self._tokenizer.id_to_token(token_id)
             for token_id in token_ids
             if token_id not in self._skipped_ids
         )
-        new = self._decoder.decode((piece for piece in pieces if piece is not None), finished)
-        delta = self._cut(self._held + new, finished)
-        if delta:
-            self._shown.append(delta)
-        return delta
+        return self._decoder.decode((piece for piece in pieces if piece is not None), final)
 
-    def _cut(self, text: str, finished: bool) -> str:
-        """Returns what of the text not shown yet may be shown; holds back the rest."""
+    def _cut(self, before: str, new: str, finished: bool) -> str:
+        """Returns what of the text not shown yet may be shown; holds back the rest.
+
+        Args:
+            before: In it no stop string ends, or none that counts.
+            new: What follows.
+            finished: Nothing is to be held back.
+        """
         self._held = ""
+        text = before + new
         matches = [
             (start + len(stop), start, stop)
             for stop in self._stop
-            if (start := text.find(stop)) >= 0
+            if (start := text.find(stop, max(len(before) - len(stop) + 1, 0))) >= 0
         ]
         if matches:
             end, start, self.stop_reason = min(matches)

@@ -11,7 +11,7 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -19,17 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jpaged.admission import check_params, index_processors
 from jpaged.checkpoint import Checkpoint
 from jpaged.checkpoint.loader import load_model
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.core.kv_cache_manager import KVCacheManager
 from jpaged.core.scheduler import Scheduler
 from jpaged.models.registry import find_family
-from jpaged.request import FinishReason, Request, StepOutput
+from jpaged.request import FinishReason, Request, SchedulerOutput, StepOutput
 from jpaged.runner import kv_cache
 from jpaged.runner.compile_plan import CompilationCounter, enable_persistent_cache
+from jpaged.runner.logits_processor import LogitsProcessor
 from jpaged.runner.memory_plan import plan_num_blocks
-from jpaged.runner.model_runner import ModelRunner, check_leaves
+from jpaged.runner.model_runner import ModelRunner, StepResult, check_leaves
 from jpaged.runner.step_inputs import Bucket, BucketTable
 from jpaged.sampling_params import SamplingParams
 
@@ -91,6 +93,7 @@ class Engine:
         *,
         model_config: ModelConfig | None = None,
         load: Callable[[nnx.Module], nnx.Module] | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
     ):
         """Plans memory and programs and allocates the KV cache.
 
@@ -100,6 +103,7 @@ class Engine:
             model_config: Overrides `model.config`.
             load: Fills `model`, which is then an abstract one. The programs that any prompt needs
                 compile meanwhile; without it nothing is compiled yet.
+            logits_processors: Functions that requests may ask for by name, traced into every step.
 
         Raises:
             ValueError: If the limits contradict each other or do not fit into memory.
@@ -137,6 +141,8 @@ class Engine:
                 f"{self.model_config.max_position_embeddings}"
             )
         block_size = config.block_size
+        self._processors = index_processors(logits_processors)
+        self._max_logprobs = config.max_logprobs
 
         def make_runner(max_model_len: int) -> ModelRunner:
             return ModelRunner(
@@ -147,6 +153,9 @@ class Engine:
                 max_blocks=-(-max_model_len // block_size),
                 block_size=block_size,
                 dtype=self.dtype,
+                max_logprobs=config.max_logprobs,
+                logprobs_mode=config.logprobs_mode,
+                processors=logits_processors,
             )
 
         self.num_blocks = plan_num_blocks(
@@ -194,6 +203,7 @@ class Engine:
         self._compilations_at_warm_up = 0
         self.stats = EngineStats()
         self.last_bucket: Bucket | None = None
+        self._unscored: dict[str, Request] = {}
         self._seeds = np.random.default_rng(config.seed)
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -218,6 +228,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         num_tokens_known: int | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
         show_progress: bool = False,
     ) -> "Engine":
         """Loads a model and makes its engine.
@@ -226,6 +237,7 @@ class Engine:
             checkpoint: An opened checkpoint.
             config: Limits and choices.
             num_tokens_known: Ids that the tokenizer knows; the others are never sampled.
+            logits_processors: As for `Engine`.
             show_progress: Draws a progress bar while weights load.
         """
         config = config or EngineConfig()
@@ -240,20 +252,35 @@ class Engine:
         if num_tokens_known is not None and num_tokens_known < model_config.vocab_size:
             model_config = replace(model_config, num_tokens_known=num_tokens_known)
         model = nnx.eval_shape(lambda: family.module(checkpoint.model_config, dtype=dtype))
-        return cls(model, config, model_config=model_config, load=load)
+        return cls(
+            model,
+            config,
+            model_config=model_config,
+            load=load,
+            logits_processors=logits_processors,
+        )
 
     def warm_up(
-        self, buckets: Sequence[Bucket] | None = None, *, show_progress: bool = False
+        self,
+        buckets: Sequence[Bucket] | None = None,
+        params: Iterable[SamplingParams] = (),
+        *,
+        show_progress: bool = False,
     ) -> None:
         """Compiles the programs (`None`: all) before they are needed.
 
         Afterwards steps compile nothing; `compilations_after_warm_up` proves it.
 
+        Args:
+            buckets: The padded shapes that steps will have.
+            params: What requests will ask for in these.
+            show_progress: Draws a progress bar.
+
         Raises:
             RuntimeError: If the engine was closed or has failed.
         """
         self._check_alive()
-        self.runner.compile(buckets, show_progress=show_progress)
+        self.runner.compile(buckets, params, show_progress=show_progress)
         self._compilations_at_warm_up = self._compilations.count
 
     @property
@@ -274,12 +301,25 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> Request:
-        """Queues a prompt; its answer comes out of the following steps.
+        """Queues a prompt; its answers come out of the following steps.
+
+        Args:
+            request_id: Unique among unfinished requests.
+            prompt_token_ids: Not empty.
+            params: What is asked for; `None`: the defaults.
+            priority: Lower runs first under the "priority" policy.
+            cache_salt: Requests share cached blocks only if their salts are equal.
+            bad_words: The ids of `params.bad_words`; see `Tokenizer.encode_bad_words`.
+
+        Returns:
+            The request of the first answer. Its `forks` are those of the others, with the ids
+            `f"{request_id}/{i}"`; each is aborted or finished for itself.
 
         Raises:
             ValueError: If the prompt is empty, holds an id outside the vocabulary or can never
-                fit, or the id is in use.
+                fit, the id is in use, or the parameters do not suit the model or the engine.
         """
         self._check_alive()
         params = params or SamplingParams()
@@ -291,28 +331,55 @@ class Engine:
                     f"prompt_token_ids of request {request_id!r} holds {token_id}; ids go from 0 "
                     f"to {vocab_size - 1}"
                 )
-        max_tokens = self.max_model_len - len(token_ids)
+        eos = self.model_config.eos_token_ids
+        stop_token_ids = frozenset(params.stop_token_ids or ())
+        end_token_ids = frozenset(i for i in {*stop_token_ids, *eos} if i < vocab_size)
+        words = tuple(tuple(map(int, word)) for word in bad_words)
+        check_params(
+            params,
+            words,
+            end_token_ids,
+            num_tokens_known=self.model_config.num_tokens_known or vocab_size,
+            max_logprobs=self._max_logprobs,
+            processors=self._processors,
+        )
+        max_tokens = max(self.max_model_len - len(token_ids), 1)  # the scheduler refuses no room
         if params.max_tokens is not None:
             max_tokens = min(params.max_tokens, max_tokens)
-        eos = () if params.ignore_eos else self.model_config.eos_token_ids
         seed = self._seeds.integers(2**64, dtype=np.uint64) if params.seed is None else params.seed
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            params=params,
-            max_tokens=max_tokens,
-            stop_token_ids=frozenset(params.stop_token_ids) | frozenset(eos),
-            seed=int(seed) % 2**64,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+        max_cached_tokens = len(token_ids)
+        if params.skip_reading_prefix_cache:
+            max_cached_tokens = 0
+        elif params.prompt_logprobs is not None:
+            max_cached_tokens = params.prompt_logprob_start
+        requests = [
+            Request(
+                request_id=f"{request_id}/{index}" if index else request_id,
+                prompt_token_ids=token_ids,
+                params=params,
+                max_tokens=max_tokens,
+                stop_token_ids=stop_token_ids if params.ignore_eos else stop_token_ids.union(eos),
+                end_token_ids=end_token_ids,
+                bad_words=words,
+                seed=(int(seed) + index) % 2**64,
+                priority=priority,
+                cache_salt=cache_salt,
+                max_cached_tokens=max_cached_tokens,
+            )
+            for index in range(params.num_samples)
+        ]
+        request = requests[0]
+        request.forks = requests[1:]
         with self._changing_scheduler(ValueError):
             self.scheduler.add(request)
+        if request.num_unscored_tokens or max_tokens == 0:
+            self._unscored[request_id] = request
         return request
 
     def abort(self, request_id: str) -> None:
         """Ends a request that its caller no longer wants; unknown ids are ignored."""
         if self._failure is None:
+            self._unscored.pop(request_id, None)
             with self._changing_scheduler():
                 self.scheduler.finish(request_id, FinishReason.ABORT)
 
@@ -358,16 +425,18 @@ class Engine:
             built = time.perf_counter()
             if output.copies:
                 self.runner.copy_blocks(output.copies)
-            result = self.runner.execute(bucket, buffer, len(output.scheduled))
+            result = self.runner.execute(bucket, buffer, output.scheduled)
         except BaseException as error:
             # An interrupt or a deleted weight may come before the cache is given away; then the
             # step has not happened, and its requests can be run or aborted as before.
-            if output.copies or any(layer.is_deleted() for layer in self.runner.kv_cache):
+            if output.copies or self.runner.has_lost_state:
                 self._failure = error
             raise
         executed = time.perf_counter()
         with self._changing_scheduler():
+            scored = self._score_prompts(output, result) if self._unscored else []
             outputs = self.scheduler.update(output, result.token_ids, result.logprobs)
+        outputs += scored
         ended = time.perf_counter()
 
         self.last_bucket = bucket
@@ -379,6 +448,37 @@ class Engine:
         stats.host_s += built - started + ended - executed
         stats.allocated_slot_s += allocated * (ended - started)
         stats.used_slot_s += used * (ended - started)
+        return outputs
+
+    def _score_prompts(self, output: SchedulerOutput, result: StepResult) -> list[StepOutput]:
+        """Collects log-probabilities of the step's prompt tokens for those who want them.
+
+        Returns:
+            An entry for each request that only wanted these and has them all: it ends.
+        """
+        outputs: list[StepOutput] = []
+        first = 0
+        for request, start, num_tokens, _ in output.scheduled:
+            if request.request_id in self._unscored:
+                # Hidden state i of the step belongs to token `start + i - first` of the request,
+                # and predicts the token after it.
+                params = request.params
+                begin = max(start, params.prompt_logprob_start + len(request.prompt_logprobs))
+                end = min(start + num_tokens, request.num_prompt_tokens - 1)
+                if begin < end:
+                    request.prompt_logprobs += self.runner.score(
+                        result,
+                        range(first + begin - start, first + end - start),
+                        request.prompt_token_ids[begin + 1 : end + 1],
+                        params.prompt_logprobs or 0,
+                    )
+                if start + num_tokens >= request.num_prompt_tokens:
+                    del self._unscored[request.request_id]
+                    request.max_cached_tokens = request.num_prompt_tokens
+                    if request.max_tokens == 0:
+                        self.scheduler.finish(request.request_id, FinishReason.LENGTH)
+                        outputs.append((request, [], ()))
+            first += num_tokens
         return outputs
 
     def _check_alive(self) -> None:

@@ -1,4 +1,4 @@
-"""The nouns that cross folders: one request, one step's decisions, one answer.
+"""The nouns that cross folders: one request, and one step's decisions.
 
 There is one `Request` object from admission to the end, changed only by the scheduler. There is
 no prefill and no decode phase: a request has `num_tokens` and `num_computed_tokens`, and each
@@ -29,6 +29,23 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probability of one token, and of the most likely ones in its place.
+
+    Attributes:
+        logprob: Of the token.
+        rank: Its place among all, 1 for the most likely.
+        top_ids: The most likely ids, best first, as many as were asked for.
+        top_logprobs: Theirs.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -43,17 +60,25 @@ class Request:
         params: What the caller asked.
         max_tokens: Answer tokens at most, resolved against the engine's limit.
         stop_token_ids: Ids that end the answer (end-of-sequence ids included unless ignored).
+        end_token_ids: Ids that may not come before `params.min_tokens`: all stop ids, and
+            end-of-sequence ids even if they are ignored, as in vLLM.
+        bad_words: Ids of each text that the answer must not contain.
+        forks: The other answers to the same prompt, which share its blocks.
         seed: Resolved seed, an unsigned 64-bit number.
         priority: Lower runs first under the "priority" policy.
         cache_salt: Requests share cached blocks only if their salts are equal.
         arrival_time: `time.monotonic()` seconds.
         token_ids: Prompt and answer so far.
-        logprobs: One per answer token when `params.logprobs` asks for it.
+        logprobs: One per answer token where `params` ask for it.
+        prompt_logprobs: Entry i is that of prompt token `params.prompt_logprob_start + 1 + i`.
+        max_cached_tokens: Tokens that may be read from the cache at most; the others must be
+            computed, since something is wanted of them.
         num_computed_tokens: Tokens whose K and V are in the cache.
         num_cached_tokens: Prompt tokens found in the cache when first admitted.
         num_preemptions: How often all its blocks were taken away.
         max_num_tokens: Prompt and answer at most, what `max_tokens` and the engine's limit leave;
             set when it is queued.
+        num_logprobs: `params.num_logprobs`.
         row: Row in the block-table array while it runs, else -1.
         finish_reason: Set when it ends.
         stop_reason: The stop id or string that ended it, `None` for an end-of-sequence id.
@@ -64,6 +89,8 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int = 16
     stop_token_ids: frozenset[int] = frozenset()
+    end_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     priority: int = 0
     cache_salt: str = ""
@@ -71,16 +98,21 @@ class Request:
 
     status: Status = Status.WAITING
     token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    forks: list["Request"] = field(default_factory=list["Request"])
+    max_cached_tokens: int = 2**63 - 1
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     max_num_tokens: int = 0
     row: int = -1
+    num_logprobs: int | None = field(init=False)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
     def __post_init__(self) -> None:
+        self.num_logprobs = self.params.num_logprobs  # read at every step
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
 
@@ -103,6 +135,20 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """Answer tokens so far, as a new list."""
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def token_logprobs(self) -> list[float]:
+        """Log-probability of each answer token, where they are asked for."""
+        return [entry.logprob for entry in self.logprobs]
+
+    @property
+    def num_unscored_tokens(self) -> int:
+        """Prompt tokens whose log-probabilities are asked for and not there yet."""
+        params = self.params
+        if params.prompt_logprobs is None:
+            return 0
+        num_scored = params.prompt_logprob_start + len(self.prompt_logprobs)
+        return max(0, self.num_prompt_tokens - 1 - num_scored)
 
     @property
     def is_finished(self) -> bool:
@@ -139,51 +185,7 @@ class SchedulerOutput(NamedTuple):
     copies: list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionOutput:
-    """One answer to a prompt; names as in vLLM.
-
-    Attributes:
-        index: Which of the answers to the prompt.
-        text: The answer's text; cut at a stop string.
-        token_ids: The answer's ids.
-        logprobs: Log-probability of each id, if asked for.
-        cumulative_logprob: Their sum, if asked for.
-        finish_reason: "stop", "length", "abort", or `None` while unfinished.
-        stop_reason: The stop id or string that ended it, if one did.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[float] | None = None
-    cumulative_logprob: float | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """A prompt with its answers; names as in vLLM.
-
-    Attributes:
-        request_id: The request's id.
-        prompt: The prompt's text, if it was given as text.
-        prompt_token_ids: The prompt's ids.
-        outputs: The answers.
-        finished: Whether all of them have ended.
-        num_cached_tokens: Prompt tokens that were read from the cache.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    num_cached_tokens: int = 0
-
-
-StepOutput = tuple[Request, list[int], Sequence[float]]
+StepOutput = tuple[Request, list[int], Sequence[TokenLogprobs]]
 """What one step brought one request: (the request, its new ids, their log-probabilities).
 
 The engine's own unit, in token ids only. The request's state is final when it `is_finished`;

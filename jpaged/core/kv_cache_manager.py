@@ -132,7 +132,8 @@ class KVCacheManager:
     def find_cached_prefix(self, request: Request) -> CachedPrefix:
         """Looks up the longest published prefix of a request that is not admitted.
 
-        It covers the prompt and what was generated before a preemption. No effect.
+        It covers the prompt and what was generated before a preemption, up to
+        `request.max_cached_tokens`. No effect.
         """
         block_ids: list[int] = []
         if not self._enable_prefix_caching:
@@ -140,7 +141,8 @@ class KVCacheManager:
         block_size, token_ids = self.block_size, request.token_ids
         parent: int | str = request.cache_salt
         owner = None
-        for end in range(block_size, len(token_ids), block_size):
+        limit = min(len(token_ids) - 1, request.max_cached_tokens)
+        for end in range(block_size, limit + 1, block_size):
             key = (parent, tuple(token_ids[end - block_size : end]))
             block_id = self.pool.find(key)
             if block_id is None:

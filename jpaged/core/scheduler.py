@@ -5,10 +5,11 @@ and `num_computed_tokens`, and a step lets some requests catch up under one toke
 `schedule` decides a step, `update` takes its result; one step is under way at most, and a request
 may be added, forked or finished at any moment between or during steps.
 
-A request is in one of three places:
+A request is in one of four places:
 
 * waiting  - in a heap ordered by its sort key
 * deferred - another request is computing its next block; it waits for that one (see below)
+* forking  - another answer to the same prompt, whose first one is not computed yet (see below)
 * running  - admitted: it owns a row of the block tables
 
 **Order.** The sort key is the order of `add` ("fcfs") or (priority, arrival time, order of `add`)
@@ -22,6 +23,11 @@ before).
 computed by a running one is deferred until that one has published all they have in common, ends or
 is preempted. Those behind it in the queue pass meanwhile. Whom it waits for is running and
 therefore makes progress, so it waits for a bounded number of steps and then has its old place.
+
+**Several answers to a prompt** (`Request.forks`) wait until the first one has computed it, then
+share its blocks: full ones are referenced, a part-filled one is copied. Each then computes the last
+prompt token for itself and goes its own way. If the first one ends before, the next takes its
+place.
 
 The cost of a step depends on the requests it schedules, not on those that wait. The file is long
 because everything here changes the state of the same requests.
@@ -41,6 +47,7 @@ from jpaged.request import (
     SchedulerOutput,
     Status,
     StepOutput,
+    TokenLogprobs,
 )
 
 logger = logging.getLogger(__name__)
@@ -53,6 +60,9 @@ MIN_BUCKET_FILL = 0.75
 
 # Makes a NamedTuple in half the time, in the loop over all requests of a step.
 _new_tuple = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+NO_TOKEN_REASON = "no token can be sampled: all are excluded, or the model's logits are not finite"
+"""`Request.stop_reason` of a request that ends so."""
 
 _SortKey = tuple[int, float, int]
 
@@ -149,6 +159,8 @@ class Scheduler:
         self._running: dict[str, Request] = {}
         # By the id of the request they wait for: (tokens it must have computed, key, request).
         self._deferred: dict[str, list[tuple[int, _SortKey, Request]]] = {}
+        # By the id of the request whose blocks they are to share.
+        self._forking: dict[str, list[Request]] = {}
         # The head of the queue that did not fit, and how many blocks there were for it: it is not
         # looked up again before there are more.
         self._refused: tuple[Request | None, int] = (None, 0)
@@ -160,7 +172,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not admitted: waiting, deferred or preempted."""
+        """Requests that are not admitted: waiting, deferred, forking or preempted."""
         return len(self.requests) - len(self._running)
 
     @property
@@ -171,13 +183,17 @@ class Scheduler:
     # Requests come and go.
 
     def add(self, request: Request) -> None:
-        """Queues a request.
+        """Queues a request, with its `forks`.
 
         Raises:
-            ValueError: The id is in use, or the request could never run.
+            ValueError: An id is in use, or the request could never run.
         """
-        self._check_admissible(request)
-        self._register(request)
+        for entry in (request, *request.forks):
+            self._check_admissible(entry)
+        for entry in (request, *request.forks):
+            self._register(entry)
+        if request.forks:
+            self._forking[request.request_id] = list(request.forks)
         self._wait(request)
 
     def fork(self, request_id: str, child: Request) -> bool:
@@ -197,17 +213,22 @@ class Scheduler:
         if parent is None:
             raise ValueError(f"request_id is {request_id!r}; no unfinished request has this id")
         self._check_admissible(child)
+        is_admitted = self._admit_fork(parent, child)
+        self._register(child)
+        if not is_admitted:
+            self._wait(child)
+        return is_admitted
+
+    def _admit_fork(self, parent: Request, child: Request) -> bool:
+        """Admits a child with what its parent has computed of its tokens, if there is room."""
         is_admitted = (
             parent.status is Status.RUNNING
             and len(self._running) < self._max_num_seqs
             and self._kv.fork(parent, child)
         )
-        self._register(child)
         if is_admitted:
             child.status = Status.RUNNING
             self._running[child.request_id] = child
-        else:
-            self._wait(child)
         return is_admitted
 
     def finish(
@@ -227,6 +248,9 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
+        forking = self._forking.pop(request_id, None)
+        if forking is not None:
+            self._promote_fork(forking)
         # Keeps requests that ended while they waited from piling up behind a head that stays.
         if len(self._waiting) > 2 * self.num_waiting + 64:
             self._waiting = [entry for entry in self._waiting if not entry[1].is_finished]
@@ -266,7 +290,10 @@ class Scheduler:
         return SchedulerOutput(decodes + chunks, num_tokens, preempted, copies)
 
     def update(
-        self, output: SchedulerOutput, token_ids: Sequence[int], logprobs: Sequence[float]
+        self,
+        output: SchedulerOutput,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
     ) -> list[StepOutput]:
         """Takes the result of a step.
 
@@ -275,15 +302,16 @@ class Scheduler:
         Args:
             output: What `schedule` returned last.
             token_ids: Entry i is the token sampled for `output.scheduled[i]`, a plain int, of no
-                meaning where that does not sample. More entries are padding.
-            logprobs: Their log-probabilities, plain floats.
+                meaning where that does not sample. More entries are padding. -1 stands for no
+                token: it ends the request.
+            logprobs: Their log-probabilities; `None` where they are not asked for.
 
         Returns:
-            One entry for each request that got a token, in the order of the step.
+            One entry for each request that got a token or ended, in the order of the step.
         """
         assert min(len(token_ids), len(logprobs)) >= len(output.scheduled)
         kv, running = self._kv, Status.RUNNING
-        commit_at = kv.commit_at
+        commit_at, forking = kv.commit_at, self._forking
         outputs: list[StepOutput] = []
         # The loop runs for every request of every step: what is rare is left to calls.
         for (request, start, num_tokens, samples), token_id, logprob in zip(
@@ -298,14 +326,20 @@ class Scheduler:
                     self._wake(request, num_computed_tokens)
             if not samples:
                 continue
+            if forking and request.request_id in forking:
+                self._fork_all(request)
             request_token_ids = request.token_ids
+            if token_id < 0:
+                self.finish(request.request_id, FinishReason.ERROR, NO_TOKEN_REASON)
+                outputs.append((request, [], ()))
+                continue
             request_token_ids.append(token_id)
-            new_logprobs: tuple[float, ...] = ()
-            if request.params.logprobs is not None:
+            new_logprobs: tuple[TokenLogprobs, ...] = ()
+            if logprob is not None:
                 request.logprobs.append(logprob)
                 new_logprobs = (logprob,)
             if token_id in request.stop_token_ids:
-                is_asked = token_id in request.params.stop_token_ids
+                is_asked = token_id in (request.params.stop_token_ids or ())
                 self.finish(request.request_id, FinishReason.STOP, token_id if is_asked else None)
             elif len(request_token_ids) >= request.max_num_tokens:
                 self.finish(request.request_id, FinishReason.LENGTH)
@@ -464,7 +498,7 @@ class Scheduler:
             )
         if not request.prompt_token_ids:
             raise ValueError("prompt_token_ids is empty; a prompt must have at least one token")
-        if request.num_tokens >= self._max_model_len:
+        if request.num_tokens + min(request.max_tokens, 1) > self._max_model_len:
             slots = self._kv.pool.num_blocks * self._kv.block_size
             raise ValueError(
                 f"prompt_token_ids has {request.num_tokens} tokens; with max_model_len "
@@ -472,7 +506,7 @@ class Scheduler:
                 f"{self._max_model_len - 1} leave room for an answer: shorten the prompt, or raise "
                 "max_model_len or the memory of the KV cache"
             )
-        if request.num_output_tokens >= request.max_tokens:
+        if request.num_output_tokens >= max(request.max_tokens, 1):
             raise ValueError(
                 f"max_tokens is {request.max_tokens}; it must be more than the answer tokens that "
                 f"there are already, {request.num_output_tokens}"
@@ -492,6 +526,21 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         heappush(self._waiting, (self._sort_keys[request.request_id], request))
+
+    def _fork_all(self, parent: Request) -> None:
+        """Lets the other answers begin, now that the first one has computed the prompt."""
+        for child in self._forking.pop(parent.request_id):
+            if not child.is_finished and not self._admit_fork(parent, child):
+                self._wait(child)
+
+    def _promote_fork(self, forking: list[Request]) -> None:
+        """Makes the first of those whose parent ended the parent of the others."""
+        forking = [child for child in forking if not child.is_finished]
+        if forking:
+            first = forking.pop(0)
+            if forking:
+                self._forking[first.request_id] = forking
+            self._wait(first)
 
     def _find_head(self) -> Request | None:
         """The request whose turn it is to be admitted."""
@@ -532,6 +581,9 @@ class Scheduler:
         for owner_id, entries in self._deferred.items():
             assert entries and owner_id in self._running
             places += [("deferred", request) for _, _, request in entries]
+        for parent_id, children in self._forking.items():
+            assert self.requests[parent_id].num_output_tokens == 0
+            places += [("forking", request) for request in children]
         places = [place for place in places if not place[1].is_finished]
         places += [("running", request) for request in self._running.values()]
         assert len(places) == len(self.requests)
@@ -540,8 +592,8 @@ class Scheduler:
             assert (request.status is Status.RUNNING) == (name == "running")
             assert (request.row >= 0) == (name == "running")
             assert request.status is Status.RUNNING or request.num_computed_tokens == 0
-            assert request.num_tokens < self._max_model_len
-            assert request.num_output_tokens < request.max_tokens
+            assert request.num_tokens + min(request.max_tokens, 1) <= self._max_model_len
+            assert request.num_output_tokens < max(request.max_tokens, 1)
 
 
 def _share(request: Request, num_tokens: int) -> ScheduledRequest:

@@ -1,13 +1,16 @@
 """Runs steps: owns the weight leaves, the KV cache and the compiled programs.
 
-A step is one program, `step(leaves, kv_cache, buffer) -> (kv_cache, sampled)`: forward and
-sampling together, the cache donated and updated in place, inputs in one buffer, one read back.
+A step is one program, `step(leaves, kv_cache, counts, biases, buffer) -> (kv_cache, counts,
+results, hidden)`: forward and sampling together, cache and counts donated and updated in place,
+inputs in one buffer, one read back. What only some requests ask for are small programs beside it:
+to write a line of the sampler's state, to copy blocks, to score prompt tokens by the hidden states
+that a step returns.
 Weights are passed as a flat tuple of arrays and put back into the module inside the trace:
 passing the module itself costs 0.9 to 39 ms a call in Python (docs/decisions/001).
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,11 +20,14 @@ import numpy as np
 from flax import nnx
 
 from jpaged.config import ModelConfig
-from jpaged.request import ScheduledRequest
+from jpaged.request import ScheduledRequest, TokenLogprobs
 from jpaged.runner import kv_cache as kv
+from jpaged.runner import sampling_state
 from jpaged.runner.compile_plan import CompilePlan
 from jpaged.runner.huge_pages import use_huge_pages
-from jpaged.runner.sampler import sample
+from jpaged.runner.logits_processor import LogitsProcessor
+from jpaged.runner.sampler import Logprobs, find_logprobs, hide_unknown, sample
+from jpaged.runner.sampling_state import SamplingState
 from jpaged.runner.step_inputs import (
     Bucket,
     BucketTable,
@@ -29,25 +35,44 @@ from jpaged.runner.step_inputs import (
     buffer_size,
     unpack,
 )
+from jpaged.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _COPY = "copy blocks"
 _COPY_BATCH = 16
+_SCORE = "score"
+_SCORE_BATCH = 64
 
 
 class StepResult(NamedTuple):
     """What a step brought, on the host, one entry per scheduled request.
 
     Attributes:
-        token_ids: Sampled ids.
-        logprobs: Their log-probabilities; 0 where the step was not asked for any.
+        token_ids: Sampled ids; negative where there is none, as all are excluded.
+        logprobs: Their log-probabilities; `None` where none are asked for.
+        hidden: The model's output for every token of the step, on the device.
         bucket: The padded shape that ran.
     """
 
     token_ids: list[int]
-    logprobs: list[float]
+    logprobs: Sequence[TokenLogprobs | None]
+    hidden: jax.Array
     bucket: Bucket
+
+
+class PackedResults(NamedTuple):
+    """Tokens and their log-probabilities as a program returns them.
+
+    Attributes:
+        chosen: Token ids, the bits of their log-probabilities, and their ranks.
+        top_ids: As `Logprobs`.
+        top_logprobs: As `Logprobs`.
+    """
+
+    chosen: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
 
 
 def check_leaves(model: nnx.Module) -> None:
@@ -77,6 +102,9 @@ class ModelRunner:
         max_blocks: int,
         block_size: int,
         dtype: jnp.dtype,
+        max_logprobs: int = 0,
+        logprobs_mode: str = "raw_logprobs",
+        processors: Sequence[LogitsProcessor] = (),
     ):
         """Splits the model and plans its programs; allocates and compiles nothing.
 
@@ -89,6 +117,9 @@ class ModelRunner:
             max_blocks: Blocks of the longest request.
             block_size: Tokens per block.
             dtype: Of the cache.
+            max_logprobs: Alternatives' log-probabilities that a request may ask for; -1: all.
+            logprobs_mode: As `EngineConfig.logprobs_mode`.
+            processors: Traced into every step.
         """
         self._graphdef, state = nnx.split(model)
         leaves, self._treedef = jax.tree.flatten(state)
@@ -99,8 +130,19 @@ class ModelRunner:
         self.block_size = block_size
         self.dtype = dtype
         self.kv_cache: kv.KVCache = ()
+        self.max_num_seqs = max_num_seqs
+        self.sampling_state: SamplingState | None = None
+        self.num_tokens_known = config.num_tokens_known or config.vocab_size
+        self._num_alternatives = max_logprobs if max_logprobs >= 0 else self.num_tokens_known
+        self._logprobs_mode = logprobs_mode
+        self._processors = tuple(processors)
+        self._num_arguments = sum(processor.num_arguments for processor in processors)
         self._builder = StepInputsBuilder(
-            buckets=buckets, block_size=block_size, max_num_seqs=max_num_seqs
+            buckets=buckets,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            vocab_size=config.vocab_size,
+            processors=processors,
         )
         self._plan = CompilePlan({})
 
@@ -109,18 +151,39 @@ class ModelRunner:
         shapes = kv.layer_shapes(self.config, num_blocks=num_blocks, block_size=self.block_size)
         cache = tuple(jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes)
         leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves)
-        pairs = jax.ShapeDtypeStruct((_COPY_BATCH,), jnp.int32)
+        vocab_size, width = self.config.vocab_size, self.config.hidden_size
+        state = jax.eval_shape(partial(sampling_state.allocate, self.max_num_seqs, vocab_size))
 
-        def lower(bucket: Bucket):
-            size = buffer_size(bucket, self.max_blocks)
-            step = jax.jit(partial(self._step, bucket), donate_argnums=1)
-            return step.lower(leaves, cache, jax.ShapeDtypeStruct((size,), jnp.int32))
+        def ints(size: int):
+            return jax.ShapeDtypeStruct((size,), jnp.int32)
+
+        def lower_step(bucket: Bucket):
+            size = buffer_size(bucket, self.max_blocks, self._num_arguments)
+            step = jax.jit(partial(self._step, bucket), donate_argnums=(1, 2))
+            return step.lower(leaves, cache, *state, ints(size))
 
         def lower_copy():
+            pairs = ints(_COPY_BATCH)
             return jax.jit(kv.copy_blocks, donate_argnums=0).lower(cache, pairs, pairs)
 
+        def lower_set_line(array: jax.ShapeDtypeStruct):
+            line = jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+            row = jax.ShapeDtypeStruct((), jnp.int32)
+            return jax.jit(sampling_state.set_line, donate_argnums=0).lower(array, row, line)
+
+        def lower_pick(bucket: Bucket):
+            hidden = jax.ShapeDtypeStruct((bucket.num_tokens, width), self.dtype)
+            return jax.jit(_pick).lower(hidden, ints(_SCORE_BATCH))
+
+        def lower_score():
+            hidden = jax.ShapeDtypeStruct((_SCORE_BATCH, width), self.dtype)
+            return jax.jit(self._score).lower(leaves, hidden, ints(_SCORE_BATCH))
+
         self._plan = CompilePlan(
-            {bucket: partial(lower, bucket) for bucket in self.buckets} | {_COPY: lower_copy}
+            {bucket: partial(lower_step, bucket) for bucket in self.buckets}
+            | {_COPY: lower_copy, _SCORE: lower_score}
+            | {name: partial(lower_set_line, getattr(state, name)) for name in state._fields}
+            | {("pick", bucket): partial(lower_pick, bucket) for bucket in self.buckets}
         )
 
     def start_compiling(self, buckets: Iterable[Bucket]) -> None:
@@ -128,15 +191,32 @@ class ModelRunner:
         self._plan.start(buckets)
 
     def compile(
-        self, buckets: Iterable[Bucket] | None = None, *, show_progress: bool = False
+        self,
+        buckets: Iterable[Bucket] | None = None,
+        params: Iterable[SamplingParams] = (),
+        *,
+        show_progress: bool = False,
     ) -> None:
         """Compiles programs, or loads them from the persistent cache.
 
         Args:
             buckets: Those that are needed; `None`: everything.
+            params: What requests ask for that will run in these buckets.
             show_progress: Draws a progress bar.
         """
-        self._plan.compile(buckets, show_progress=show_progress)
+        names: list[Any] | None = None
+        if buckets is not None:
+            names = list(buckets)
+            params = list(params)
+            if any(asked.num_samples > 1 for asked in params):
+                names.append(_COPY)
+            if any(asked.has_penalties or asked.extra_args for asked in params):
+                names.append("counts")
+            if any(asked.has_biases for asked in params):
+                names.append("biases")
+            if any(asked.prompt_logprobs is not None for asked in params):
+                names += [_SCORE, *(("pick", bucket) for bucket in buckets)]
+        self._plan.compile(names, show_progress=show_progress)
 
     @property
     def num_programs(self) -> int:
@@ -156,6 +236,7 @@ class ModelRunner:
         self.kv_cache = kv.allocate(
             self.config, num_blocks=num_blocks, block_size=self.block_size, dtype=self.dtype
         )
+        self.sampling_state = sampling_state.allocate(self.max_num_seqs, self.config.vocab_size)
         use_huge_pages(self.kv_cache, are_written=False)
         use_huge_pages(self.leaves, are_written=True)
 
@@ -166,21 +247,40 @@ class ModelRunner:
     def _merge(self, leaves: tuple[jax.Array, ...]) -> Any:
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
 
-    def _step(self, bucket: Bucket, leaves, kv_cache, buffer):
+    def _step(self, bucket: Bucket, leaves, kv_cache, counts, biases, buffer):
         """The traced step; see the module's docstring."""
         model = self._merge(leaves)
-        inputs = unpack(buffer, bucket, self.max_blocks)
+        inputs = unpack(buffer, bucket, self.max_blocks, self._num_arguments)
         hidden, kv_cache = model(
             inputs.token_ids, inputs.attention.positions, kv_cache, inputs.attention
         )
         with jax.named_scope("logits"):
-            last = hidden.at[inputs.logits_indices].get(mode="promise_in_bounds")
-            logits = model.logits(last)
+            logits = model.logits(_pick(hidden, inputs.logits_indices))
         with jax.named_scope("sample"):
-            num_tokens_known = self.config.num_tokens_known or self.config.vocab_size
-            sampled = sample(logits, inputs.sampling, num_tokens_known=num_tokens_known)
-        logprob_bits = jax.lax.bitcast_convert_type(sampled.logprobs, jnp.int32)
-        return kv_cache, jnp.stack([sampled.token_ids, logprob_bits])
+            sampled = sample(
+                logits,
+                inputs.sampling,
+                SamplingState(counts, biases),
+                num_tokens_known=self.num_tokens_known,
+                num_alternatives=self._num_alternatives,
+                logprobs_mode=self._logprobs_mode,
+                processors=self._processors,
+            )
+        results = _pack(sampled.token_ids, sampled.logprobs)
+        return kv_cache, sampled.counts, results, hidden
+
+    def _score(self, leaves, hidden, token_ids):
+        """The traced score: looks up each token in the distribution that precedes it."""
+        with jax.named_scope("score"):
+            logits = hide_unknown(self._merge(leaves).logits(hidden), self.num_tokens_known)
+            logprobs = find_logprobs(
+                logits,
+                token_ids,
+                num_alternatives=self._num_alternatives,
+                normalize=True,
+                wants_alternatives=jnp.array(True),
+            )
+        return _pack(token_ids, logprobs)
 
     def build(
         self, scheduled: list[ScheduledRequest], block_tables: np.ndarray
@@ -188,13 +288,61 @@ class ModelRunner:
         """Packs a step's inputs; see `StepInputsBuilder.build`."""
         return self._builder.build(scheduled, block_tables)
 
-    def execute(self, bucket: Bucket, buffer: np.ndarray, num_rows: int) -> StepResult:
+    def execute(
+        self, bucket: Bucket, buffer: np.ndarray, scheduled: Sequence[ScheduledRequest]
+    ) -> StepResult:
         """Runs one step on inputs from `build` and reads what it sampled."""
+        assert self.sampling_state is not None
         self._plan.compile([bucket])  # does nothing after warm-up
-        self.kv_cache, sampled = self._plan[bucket](self.leaves, self.kv_cache, buffer)
-        token_ids, logprob_bits = np.asarray(sampled)[:, :num_rows]  # the one blocking read
-        logprobs = logprob_bits.view(np.float32)
-        return StepResult(token_ids.tolist(), logprobs.tolist(), bucket)
+        self._write_state_lines()
+        counts, biases = self.sampling_state
+        self.kv_cache, counts, results, hidden = self._plan[bucket](
+            self.leaves, self.kv_cache, counts, biases, buffer
+        )
+        self.sampling_state = SamplingState(counts, biases)
+        chosen = np.asarray(results.chosen)  # the one blocking read
+        asked = [share[0].num_logprobs for share in scheduled]
+        return StepResult(
+            chosen[0, : len(scheduled)].tolist(),
+            _unpack_logprobs(results, asked),
+            hidden,
+            bucket,
+        )
+
+    def _write_state_lines(self) -> None:
+        lines = self._builder.state_lines
+        while lines:
+            name, row, line = lines[0]
+            assert self.sampling_state is not None
+            self._plan.compile([name])
+            array = self._plan[name](getattr(self.sampling_state, name), np.int32(row), line)
+            self.sampling_state = self.sampling_state._replace(**{name: array})
+            del lines[0]
+
+    def score(
+        self, result: StepResult, indices: Sequence[int], token_ids: Sequence[int], count: int
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of tokens that follow the given ones of a step.
+
+        Args:
+            result: Of the step.
+            indices: Which of the step's tokens each is to follow, counted over all requests.
+            token_ids: The tokens.
+            count: How many of the most likely ones are wanted beside each; -1: all.
+        """
+        pick = ("pick", result.bucket)
+        self._plan.compile([_SCORE, pick])
+        scored: list[TokenLogprobs] = []
+        for start in range(0, len(indices), _SCORE_BATCH):
+            pairs = np.zeros((2, _SCORE_BATCH), np.int32)
+            batch = slice(start, start + _SCORE_BATCH)
+            size = len(indices[batch])
+            pairs[0, :size], pairs[1, :size] = indices[batch], token_ids[batch]
+            hidden = self._plan[pick](result.hidden, pairs[0])
+            results = self._plan[_SCORE](self.leaves, hidden, pairs[1])
+            entries = _unpack_logprobs(results, [count] * size)
+            scored += [entry for entry in entries if entry is not None]
+        return scored
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies blocks, (source, destination) each, before the step that writes them."""
@@ -229,6 +377,53 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the cache and lets go of the weights, which their owner may still hold."""
-        for layer in self.kv_cache:
-            layer.delete()
+        for array in (*self.kv_cache, *(self.sampling_state or ())):
+            array.delete()
         self.kv_cache, self.leaves, self._plan = (), (), CompilePlan({})
+        self.sampling_state = None
+
+    @property
+    def has_lost_state(self) -> bool:
+        """Whether cache or sampler state were given to a program that did not give them back."""
+        return any(array.is_deleted() for array in (*self.kv_cache, *(self.sampling_state or ())))
+
+
+def _pick(hidden, indices):
+    """Rows of a step's hidden states."""
+    return hidden.at[indices].get(mode="promise_in_bounds")
+
+
+def _pack(token_ids, logprobs: Logprobs) -> PackedResults:
+    bits = jax.lax.bitcast_convert_type(logprobs.logprobs, jnp.int32)
+    chosen = jnp.stack([token_ids, bits, logprobs.ranks])
+    return PackedResults(chosen, logprobs.top_ids, logprobs.top_logprobs)
+
+
+def _unpack_logprobs(
+    results: PackedResults, asked: Sequence[int | None]
+) -> list[TokenLogprobs | None]:
+    """Reads the log-probabilities of the first rows; entry i of `asked` is their number in row i.
+
+    `None` asks for nothing, 0 for the token's own, -1 for all.
+    """
+    if asked.count(None) == len(asked):
+        return [None] * len(asked)
+    chosen = np.asarray(results.chosen)[:, : len(asked)]
+    logprobs, ranks = chosen[1].view(np.float32).tolist(), chosen[2].tolist()
+    top_ids, top_logprobs = None, None
+    unpacked: list[TokenLogprobs | None] = []
+    for row, (count, logprob, rank) in enumerate(zip(asked, logprobs, ranks, strict=True)):
+        if count is None:
+            unpacked.append(None)
+        elif count == 0:
+            unpacked.append(TokenLogprobs(logprob, rank))
+        else:
+            if top_ids is None or top_logprobs is None:
+                top_ids, top_logprobs = map(np.asarray, (results.top_ids, results.top_logprobs))
+            end = count if count > 0 else top_ids.shape[1]
+            unpacked.append(
+                TokenLogprobs(
+                    logprob, rank, top_ids[row, :end].tolist(), top_logprobs[row, :end].tolist()
+                )
+            )
+    return unpacked

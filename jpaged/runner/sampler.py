@@ -3,101 +3,280 @@
 The token is drawn by the inverse of the cumulative distribution, in token-id order, at one
 uniform number that depends on the request's seed and the token's position only. So an answer
 does not depend on its neighbours, its row, the step's padding or the vocabulary's.
+
+What a request may ask are branches of one program. A step whose rows are all greedy, without any
+edit of the logits, runs none of them but the argmax.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jpaged.runner.step_inputs import SamplingInputs
+from jpaged.runner.logits_processor import LogitsContext, LogitsProcessor
+from jpaged.runner.sampling_state import IN_PROMPT, SamplingState
+from jpaged.runner.step_inputs import RowFlag, SamplingInputs
+
+NO_TOKEN = -1
+"""Sampled where no token can be: all are excluded, or the logits are not finite."""
 
 _CHUNK = 256  # ids per partial sum of the cumulative distribution
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of some token per row, and of the most likely ones.
+
+    Attributes:
+        logprobs: Of the token.
+        ranks: The token's place among all, 1 for the most likely; equals share the best place.
+        top_ids: Most likely tokens, best first.
+        top_logprobs: Theirs.
+    """
+
+    logprobs: Float[Array, " B"]
+    ranks: Int[Array, " B"]
+    top_ids: Int[Array, "B J"]
+    top_logprobs: Float[Array, "B J"]
 
 
 class Sampled(NamedTuple):
     """What one step sampled.
 
     Attributes:
-        token_ids: One id per row.
-        logprobs: Log-probability of that id in the model's own distribution (before temperature
-            and filters); 0 where no row of the step asked for it.
+        token_ids: One id per row, or `NO_TOKEN`.
+        logprobs: Zeros where no row of the step asked for any.
+        counts: `SamplingState.counts` with the sampled ids counted.
     """
 
     token_ids: Int[Array, " B"]
-    logprobs: Float[Array, " B"]
+    logprobs: Logprobs
+    counts: Int[Array, "R V"]
 
 
 def sample(
-    logits: Float[Array, "B V"], sampling: SamplingInputs, *, num_tokens_known: int
+    logits: Float[Array, "B V"],
+    sampling: SamplingInputs,
+    state: SamplingState,
+    *,
+    num_tokens_known: int,
+    num_alternatives: int,
+    logprobs_mode: str = "raw_logprobs",
+    processors: Sequence[LogitsProcessor] = (),
 ) -> Sampled:
     """Chooses one token per row.
 
     Args:
         logits: The model's logits, float32.
-        sampling: What each row asks; `top_k` and `top_p` apply after the temperature.
+        sampling: What each row asks.
+        state: Counts and biases by block-table row.
         num_tokens_known: Ids from here on are padding of the vocabulary, never chosen.
+        num_alternatives: How many of the most likely tokens are reported at most.
+        logprobs_mode: As `EngineConfig.logprobs_mode`.
+        processors: The engine's, in order.
     """
-    is_known = jnp.arange(logits.shape[1]) < num_tokens_known
-    logits = jnp.where(is_known[None], logits, -jnp.inf)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = hide_unknown(logits, num_tokens_known)
+    num_rows, vocab_size = logits.shape
+    flags = sampling.flags
     is_greedy = sampling.temperature == 0.0
-    token_ids = jax.lax.cond(
-        jnp.all(is_greedy),
-        lambda: greedy,
-        lambda: jnp.where(is_greedy, greedy, _draw(logits, sampling)),
-    )
+    reports_processed = logprobs_mode.startswith("processed")
 
-    def chosen_logprobs():
-        chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1)
+    def take_best():
+        return _best(logits), logits if reports_processed else None
 
+    def edit_and_draw():
+        edited = jax.lax.cond(
+            _any(flags, RowFlag.EDITS),
+            lambda: _edit(logits, sampling, state, processors),
+            lambda: logits,
+        )
+        best = _best(edited)
+        token_ids, processed = jax.lax.cond(
+            jnp.all(is_greedy),
+            lambda: (best, edited if reports_processed else None),
+            lambda: _draw(edited, best, is_greedy, sampling, reports_processed),
+        )
+        return token_ids, processed
+
+    is_plain = jnp.all(is_greedy) & ~_any(flags, RowFlag.EDITS)
+    token_ids, processed = jax.lax.cond(is_plain, take_best, edit_and_draw)
+    values = processed if reports_processed else logits
     logprobs = jax.lax.cond(
-        jnp.any(sampling.wants_logprobs != 0),
-        chosen_logprobs,
-        lambda: jnp.zeros(logits.shape[0], jnp.float32),
+        _any(flags, RowFlag.LOGPROBS),
+        lambda: find_logprobs(
+            values,
+            token_ids,
+            num_alternatives=num_alternatives,
+            normalize=logprobs_mode.endswith("logprobs"),
+            wants_alternatives=_any(flags, RowFlag.ALTERNATIVES),
+        ),
+        lambda: _no_logprobs(num_rows, vocab_size, num_alternatives),
     )
-    return Sampled(token_ids, logprobs)
+    is_counted = (flags & RowFlag.COUNTS != 0) & (sampling.samples != 0) & (token_ids >= 0)
+    rows = jnp.where(is_counted, sampling.rows, state.counts.shape[0])  # beyond the end: dropped
+    counts = state.counts.at[rows, jnp.maximum(token_ids, 0)].add(1, mode="drop")
+    return Sampled(token_ids, logprobs, counts)
 
 
-def _draw(logits: Float[Array, "B V"], sampling: SamplingInputs) -> Int[Array, " B"]:
-    # The peak is subtracted before dividing: a tiny temperature then gives 0 for the best token
+def hide_unknown(logits: Float[Array, "B V"], num_tokens_known: int) -> Float[Array, "B V"]:
+    """Excludes the padding of the vocabulary, from this id on."""
+    if num_tokens_known >= logits.shape[1]:
+        return logits
+    is_known = jnp.arange(logits.shape[1]) < num_tokens_known
+    return jnp.where(is_known[None], logits, -jnp.inf)
+
+
+def find_logprobs(
+    values: Float[Array, "B V"],
+    token_ids: Int[Array, " B"],
+    *,
+    num_alternatives: int,
+    normalize: bool,
+    wants_alternatives: Bool[Array, ""],
+) -> Logprobs:
+    """Looks up tokens in a distribution, and the most likely ones.
+
+    Args:
+        values: Logits.
+        token_ids: One per row; of no meaning where negative.
+        num_alternatives: How many of the most likely ones.
+        normalize: Report log-probabilities; else the logits themselves.
+        wants_alternatives: Whether the most likely ones are asked for; zeros if not.
+    """
+    chosen = jnp.take_along_axis(values, jnp.maximum(token_ids, 0)[:, None], axis=-1)
+    ranks = 1 + jnp.sum(values > chosen, axis=-1, dtype=jnp.int32)
+    total = jax.nn.logsumexp(values, axis=-1, keepdims=True) if normalize else 0.0
+
+    def find_best():
+        top, top_ids = jax.lax.top_k(values, num_alternatives)
+        return top_ids.astype(jnp.int32), top - total
+
+    num_rows, vocab_size = values.shape
+    nothing = _no_logprobs(num_rows, vocab_size, num_alternatives)
+    top_ids, top_logprobs = jax.lax.cond(
+        wants_alternatives, find_best, lambda: (nothing.top_ids, nothing.top_logprobs)
+    )
+    return Logprobs((chosen - total)[:, 0], ranks, top_ids, top_logprobs)
+
+
+def _no_logprobs(num_rows: int, vocab_size: int, num_alternatives: int) -> Logprobs:
+    shape = (num_rows, min(num_alternatives, vocab_size))
+    return Logprobs(
+        jnp.zeros(num_rows, jnp.float32),
+        jnp.zeros(num_rows, jnp.int32),
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape, jnp.float32),
+    )
+
+
+def _any(flags: Int[Array, " B"], flag: int) -> Bool[Array, ""]:
+    return jnp.any(flags & flag != 0)
+
+
+def _best(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """The most likely token per row; `argmax` takes a NaN for the greatest, and so finds it."""
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    value = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
+    return jnp.where(jnp.isfinite(value), best, NO_TOKEN)
+
+
+def _edit(
+    logits: Float[Array, "B V"],
+    sampling: SamplingInputs,
+    state: SamplingState,
+    processors: Sequence[LogitsProcessor],
+) -> Float[Array, "B V"]:
+    """Applies biases, penalties and processors, to the rows that ask for them."""
+    flags, rows = sampling.flags[:, None], sampling.rows
+    biases = state.biases.at[rows].get(mode="promise_in_bounds")
+    logits = logits + jnp.where(flags & RowFlag.BIASES != 0, biases, 0.0)
+    counts = state.counts.at[rows].get(mode="promise_in_bounds")
+    counts = jnp.where(flags & RowFlag.COUNTS != 0, counts, 0)
+    repetition = jnp.where(counts > 0, sampling.repetition_penalty[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    in_prompt, counts = counts & IN_PROMPT != 0, counts & (IN_PROMPT - 1)
+    logits = logits - sampling.frequency_penalty[:, None] * counts.astype(jnp.float32)
+    logits = logits - sampling.presence_penalty[:, None] * (counts > 0).astype(jnp.float32)
+    num_output_tokens = sampling.positions - sampling.num_prompt_tokens
+    context = LogitsContext(counts, in_prompt, num_output_tokens)
+    start = 0
+    for index, processor in enumerate(processors):
+        arguments = sampling.arguments[start : start + processor.num_arguments].T
+        start += processor.num_arguments
+        is_asked = flags & RowFlag.processor(index) != 0
+
+        def run(logits=logits, processor=processor, arguments=arguments, is_asked=is_asked):
+            processed = jax.vmap(processor.function)(logits, arguments, context)
+            return jnp.where(is_asked, processed, logits)
+
+        logits = jax.lax.cond(jnp.any(is_asked), run, lambda logits=logits: logits)
+    return logits
+
+
+def _draw(
+    logits: Float[Array, "B V"],
+    best: Int[Array, " B"],
+    is_greedy: Bool[Array, " B"],
+    sampling: SamplingInputs,
+    reports_processed: bool,
+) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
+    """Draws rows that are not greedy; also gives the logits that were drawn from, if asked."""
+    # The peak is subtracted before dividing: a small temperature then gives 0 for the best token
     # and -inf for the others, never inf - inf. Greedy rows are computed too, and thrown away.
     peak = jnp.max(logits, axis=-1, keepdims=True)
-    temperature = jnp.where(sampling.temperature == 0.0, 1.0, sampling.temperature)
-    probs = jnp.exp((logits - peak) / temperature[:, None])
-    probs = jax.lax.cond(
-        jnp.any((sampling.top_k > 0) | (sampling.top_p < 1.0)),
-        lambda: _filter(probs, sampling.top_k, sampling.top_p),
-        lambda: probs,
-    )
-    return _invert_cdf(probs, _uniforms(sampling))
+    temperature = jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
+    probs = jnp.exp((logits - peak) / temperature)
+    threshold = _find_threshold(probs, sampling)
+    is_kept = probs >= threshold[:, None]
+    drawn = _invert_cdf(jnp.where(is_kept, probs, 0.0), _uniforms(sampling))
+    token_ids = jnp.where(is_greedy | (best == NO_TOKEN), best, drawn)
+    if not reports_processed:
+        return token_ids, None
+    is_kept = is_kept | is_greedy[:, None]
+    return token_ids, jnp.where(is_kept, logits / temperature, -jnp.inf)
 
 
-def _filter(
-    probs: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
-) -> Float[Array, "B V"]:
-    """Zeroes what `top_k`, then `top_p` exclude; tokens as likely as the last kept one stay.
+def _find_threshold(probs: Float[Array, "B V"], sampling: SamplingInputs) -> Float[Array, " B"]:
+    """Tokens less likely than this are excluded by `min_p`, `top_k` or `top_p`, in this order.
 
-    Instead of sorting, bisects the bits of the lowest probability to keep: floats from 0 up
-    order like their bits, so 31 counts over the row find the exact value.
+    Tokens exactly as likely as the last one kept stay.
+
+    Args:
+        probs: Relative to the most likely token's.
+        sampling: What each row asks.
     """
+    top_k, top_p = sampling.top_k, sampling.top_p
     vocab_size = probs.shape[1]
     k = jnp.where((top_k <= 0) | (top_k > vocab_size), vocab_size, top_k)
-    kth = _largest_threshold(lambda keep: jnp.sum(keep, axis=-1, dtype=jnp.int32) >= k, probs)
-    probs = jnp.where(probs >= kth[:, None], probs, 0.0)
-    mass = top_p * jnp.sum(probs, axis=-1)
-    nucleus = _largest_threshold(
-        lambda keep: jnp.sum(jnp.where(keep, probs, 0.0), axis=-1) >= mass, probs
+    threshold = jax.lax.cond(
+        jnp.any(k < vocab_size),
+        lambda: _largest_threshold(
+            lambda keep: jnp.sum(keep, axis=-1, dtype=jnp.int32) >= k, probs
+        ),
+        lambda: jnp.zeros_like(top_p),
     )
-    # At top_p = 1 rounding of the sums must not exclude anything.
-    nucleus = jnp.where(top_p < 1.0, nucleus, 0.0)
-    return jnp.where(probs >= nucleus[:, None], probs, 0.0)
+    threshold = jnp.maximum(threshold, sampling.min_p)
+
+    def find_nucleus():
+        kept = jnp.where(probs >= threshold[:, None], probs, 0.0)
+        mass = top_p * jnp.sum(kept, axis=-1)
+        nucleus = _largest_threshold(
+            lambda keep: jnp.sum(jnp.where(keep, kept, 0.0), axis=-1) >= mass, kept
+        )
+        # At top_p = 1 rounding of the sums must not exclude anything.
+        return jnp.where(top_p < 1.0, nucleus, 0.0)
+
+    nucleus = jax.lax.cond(jnp.any(top_p < 1.0), find_nucleus, lambda: jnp.zeros_like(top_p))
+    return jnp.maximum(threshold, nucleus)
 
 
 def _largest_threshold(is_enough, probs: Float[Array, "B V"]) -> Float[Array, " B"]:
-    """The largest t per row for which keeping `probs >= t` is enough; 0 always is."""
+    """The largest t per row for which keeping `probs >= t` is enough; 0 always is.
+
+    Instead of sorting, bisects the bits: floats from 0 up order like theirs, so 31 counts over
+    the row find the exact value.
+    """
 
     def bisect(i, bits):
         candidate = bits | (jnp.int32(1) << (30 - i))

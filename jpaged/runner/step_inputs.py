@@ -9,6 +9,7 @@ computes one token, `T = B` is taken from the decode ladder; otherwise the step 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,27 +18,106 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jpaged.request import Request, ScheduledRequest
+from jpaged.runner.logits_processor import LogitsProcessor
+from jpaged.runner.sampling_state import BiasLine, build_counts
 from pallas_kernels.paged_attention import AttentionInputs
+
+
+AnyArray = jax.Array | np.ndarray
+
+
+class RowFlag:
+    """Bits of `SamplingInputs.flags`."""
+
+    COUNTS = 1  # penalties, or a processor that may look at the counts
+    BIASES = 2
+    LOGPROBS = 4
+    ALTERNATIVES = 8
+    FIRST_PROCESSOR = 16
+    EDITS = COUNTS | BIASES  # what changes logits; processors set COUNTS too
+
+    MAX_PROCESSORS = 24
+
+    @classmethod
+    def processor(cls, index: int) -> int:
+        """The bit that says whether a row asks for the engine's processor of this index."""
+        return cls.FIRST_PROCESSOR << index
 
 
 class SamplingInputs(NamedTuple):
     """What each row asks of the sampler; padding rows are greedy.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_k: Number of candidates; 0 keeps all.
-        top_p: Probability mass of the candidates; 1 keeps all.
-        seed: Low and high half of each request's seed.
+        floats: The numbers that the properties name, and the arguments of logits processors.
+        ints: Likewise.
+        samples: 1 where the token sampled for the row is the next one of its request.
+        rows: Block-table row of each request, where its line of `SamplingState` is.
         positions: Position that the sampled token takes in its request.
-        wants_logprobs: 1 where the chosen token's log-probability is asked for.
     """
 
-    temperature: Float[Array, " B"]
-    top_k: Int[Array, " B"]
-    top_p: Float[Array, " B"]
-    seed: Int[Array, "2 B"]
+    floats: Float[Array, "F B"]
+    ints: Int[Array, "I B"]
+    samples: Int[Array, " B"]
+    rows: Int[Array, " B"]
     positions: Int[Array, " B"]
-    wants_logprobs: Int[Array, " B"]
+
+    @property
+    def temperature(self) -> Float[AnyArray, " B"]:
+        """0 is greedy."""
+        return self.floats[0]
+
+    @property
+    def top_p(self) -> Float[AnyArray, " B"]:
+        """Probability mass of the candidates; 1 keeps all."""
+        return self.floats[1]
+
+    @property
+    def min_p(self) -> Float[AnyArray, " B"]:
+        """Least probability of a candidate, relative to the best one's."""
+        return self.floats[2]
+
+    @property
+    def repetition_penalty(self) -> Float[AnyArray, " B"]:
+        """1 changes nothing."""
+        return self.floats[3]
+
+    @property
+    def frequency_penalty(self) -> Float[AnyArray, " B"]:
+        """0 changes nothing."""
+        return self.floats[4]
+
+    @property
+    def presence_penalty(self) -> Float[AnyArray, " B"]:
+        """0 changes nothing."""
+        return self.floats[5]
+
+    @property
+    def arguments(self) -> Float[AnyArray, "A B"]:
+        """Of the engine's logits processors, one after the other."""
+        return self.floats[_NUM_FLOATS:]
+
+    @property
+    def top_k(self) -> Int[AnyArray, " B"]:
+        """Number of candidates; 0 keeps all."""
+        return self.ints[0]
+
+    @property
+    def seed(self) -> Int[AnyArray, "2 B"]:
+        """Low and high half of each request's seed."""
+        return self.ints[1:3]
+
+    @property
+    def flags(self) -> Int[AnyArray, " B"]:
+        """Bits of `RowFlag`."""
+        return self.ints[3]
+
+    @property
+    def num_prompt_tokens(self) -> Int[AnyArray, " B"]:
+        """Of each request."""
+        return self.ints[4]
+
+
+_NUM_FLOATS, _NUM_INTS = 6, 5
 
 
 class StepInputs(NamedTuple):
@@ -142,7 +222,7 @@ class _Cursor:
         return jax.lax.bitcast_convert_type(ints, jnp.float32)
 
 
-def unpack(buffer: Any, bucket: Bucket, max_blocks: int) -> StepInputs:
+def unpack(buffer: Any, bucket: Bucket, max_blocks: int, num_arguments: int = 0) -> StepInputs:
     """Cuts a flat int32 buffer, NumPy or traced, into the inputs of a step."""
     num_tokens, num_rows = bucket
     cut = _Cursor(buffer)
@@ -157,32 +237,65 @@ def unpack(buffer: Any, bucket: Bucket, max_blocks: int) -> StepInputs:
         ),
         logits_indices=cut.ints(num_rows),
         sampling=SamplingInputs(
-            temperature=cut.floats(num_rows),
-            top_k=cut.ints(num_rows),
-            top_p=cut.floats(num_rows),
-            seed=cut.ints(2, num_rows),
+            floats=cut.floats(_NUM_FLOATS + num_arguments, num_rows),
+            ints=cut.ints(_NUM_INTS, num_rows),
+            samples=cut.ints(num_rows),
+            rows=cut.ints(num_rows),
             positions=cut.ints(num_rows),
-            wants_logprobs=cut.ints(num_rows),
         ),
     )
 
 
-def buffer_size(bucket: Bucket, max_blocks: int) -> int:
+def buffer_size(bucket: Bucket, max_blocks: int, num_arguments: int = 0) -> int:
     """Length of the int32 buffer that `unpack` cuts."""
-    return 3 * bucket.num_tokens + bucket.num_rows * (10 + max_blocks) + 1
+    per_row = 3 + max_blocks + _NUM_FLOATS + num_arguments + _NUM_INTS + 3
+    return 3 * bucket.num_tokens + bucket.num_rows * per_row + 1
+
+
+class StateLine(NamedTuple):
+    """One line of `SamplingState` that must be written before a step.
+
+    Attributes:
+        name: The array, "counts" or "biases".
+        row: The line's index.
+        line: What it becomes.
+    """
+
+    name: str
+    row: int
+    line: np.ndarray
 
 
 class StepInputsBuilder:
-    """Fills the arrays of each step; keeps what does not change while a request holds its row."""
+    """Fills the arrays of each step; keeps what does not change while a request holds its row.
 
-    def __init__(self, *, buckets: BucketTable, block_size: int, max_num_seqs: int):
+    Attributes:
+        state_lines: Lines of the sampler's state to write before the step built last; whoever
+            writes one removes it.
+    """
+
+    def __init__(
+        self,
+        *,
+        buckets: BucketTable,
+        block_size: int,
+        max_num_seqs: int,
+        vocab_size: int,
+        processors: Sequence[LogitsProcessor] = (),
+    ):
         """Prepares one line of sampling parameters per block-table row."""
         self.buckets = buckets
         self.block_size = block_size
+        self.state_lines: list[StateLine] = []
+        self._vocab_size = vocab_size
+        self._processors = tuple(processors)
+        self._num_arguments = sum(processor.num_arguments for processor in processors)
         self._buffers: dict[Bucket, list[tuple[np.ndarray, StepInputs]]] = {}
         self._owners: list[Request | None] = [None] * max_num_seqs
-        self._floats = np.zeros((2, max_num_seqs), np.float32)  # temperature, top_p
-        self._ints = np.zeros((4, max_num_seqs), np.int32)  # top_k, seed low and high, logprobs
+        self._floats = np.zeros((_NUM_FLOATS + self._num_arguments, max_num_seqs), np.float32)
+        self._ints = np.zeros((_NUM_INTS, max_num_seqs), np.int32)
+        # By row, the biases of its owner that may change from one token to the next.
+        self._biases: dict[int, BiasLine] = {}
 
     def build(
         self, scheduled: list[ScheduledRequest], block_tables: np.ndarray
@@ -205,6 +318,8 @@ class StepInputsBuilder:
             for row, request in zip(row_list, requests, strict=True):
                 if self._owners[row] is not request:
                     self._claim(row, request)
+        if self._biases:
+            self._update_biases(requests)
         rows, starts = np.array([row_list, start_list], np.int32)
         num_tokens = sum([share[2] for share in scheduled])
         if num_tokens == num_rows:
@@ -242,10 +357,10 @@ class StepInputsBuilder:
         slots = block_tables[token_rows, blocks] * self.block_size + offsets
         attention.slot_mapping[:num_tokens] = slots
         inputs.logits_indices[:num_rows] = ends - 1
-        sampling.temperature[:num_rows], sampling.top_p[:num_rows] = self._floats[:, rows]
-        ints = self._ints[:, rows]
-        sampling.top_k[:num_rows], sampling.wants_logprobs[:num_rows] = ints[0], ints[3]
-        sampling.seed[:, :num_rows] = ints[1:3]
+        sampling.floats[:, :num_rows] = self._floats[:, rows]
+        sampling.ints[:, :num_rows] = self._ints[:, rows]
+        sampling.samples[:num_rows] = [share[3] for share in scheduled]
+        sampling.rows[:num_rows] = rows
         sampling.positions[:num_rows] = seq_lens
         return bucket, buffer
 
@@ -257,8 +372,8 @@ class StepInputsBuilder:
         """
         buffers = self._buffers.setdefault(bucket, [])
         if len(buffers) < 2:
-            buffer = np.zeros(buffer_size(bucket, max_blocks), np.int32)
-            buffers.append((buffer, unpack(buffer, bucket, max_blocks)))
+            buffer = np.zeros(buffer_size(bucket, max_blocks, self._num_arguments), np.int32)
+            buffers.append((buffer, unpack(buffer, bucket, max_blocks, self._num_arguments)))
         else:
             buffers.reverse()
             buffers[-1][0].fill(0)
@@ -267,11 +382,48 @@ class StepInputsBuilder:
     def _claim(self, row: int, request: Request) -> None:
         """Writes a request's sampling parameters to the row it was given."""
         params = request.params
+        # What float32 cannot hold means the same as the nearest that it can: a tiny top_p keeps
+        # the best token.
+        floats = [
+            0.0 if params.is_greedy else params.temperature,
+            max(params.top_p, 1e-30),
+            params.min_p,
+            max(params.repetition_penalty, 1e-30),
+            params.frequency_penalty,
+            params.presence_penalty,
+        ]
+        flags = 0
+        asked = params.extra_args or {}
+        for index, processor in enumerate(self._processors):
+            floats += asked.get(processor.name, (0.0,) * processor.num_arguments)
+            if processor.name in asked:
+                flags |= RowFlag.processor(index)
+        if params.has_penalties or flags:
+            flags |= RowFlag.COUNTS
+            line = build_counts(request, self._vocab_size)
+            self.state_lines.append(StateLine("counts", row, line))
+        self._biases.pop(row, None)
+        if params.has_biases:
+            flags |= RowFlag.BIASES
+            self._biases[row] = BiasLine(request, self._vocab_size)
+        if params.num_logprobs is not None:
+            flags |= RowFlag.LOGPROBS
+        if params.logprobs:
+            flags |= RowFlag.ALTERNATIVES
         top_k = 0 if params.top_k == -1 else min(params.top_k, 2**31 - 1)
         seed = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32], np.uint32).view(np.int32)
-        # What float32 cannot hold means the same as the nearest that it can: a huge temperature
-        # makes all tokens alike, a tiny top_p keeps the best one.
-        temperature = 0.0 if params.is_greedy else min(params.temperature, 1e30)
-        self._floats[:, row] = temperature, max(params.top_p, 1e-30)
-        self._ints[:, row] = top_k, *seed, params.logprobs is not None
+        self._floats[:, row] = floats
+        self._ints[:, row] = top_k, *seed, flags, request.num_prompt_tokens
         self._owners[row] = request  # last: an interrupt before it leaves the row unclaimed
+
+    def _update_biases(self, requests: list[Request]) -> None:
+        """Looks at the biases of the step's requests that may have changed."""
+        for request in requests:
+            biases = self._biases.get(request.row)
+            if biases is None:
+                continue
+            line = biases.update()
+            if line is not None:
+                self.state_lines.append(StateLine("biases", request.row, line))
+            if not biases.may_change:
+                del self._biases[request.row]

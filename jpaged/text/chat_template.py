@@ -6,6 +6,7 @@ templates are written against that.
 """
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -17,6 +18,16 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
+
+from jpaged.text.content_loops import loops_over_content
+
+_CONTENT_FORMATS = ("auto", "string", "openai")
+# Kinds of parts that are text, and the key that holds it.
+_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+# Its last space tells whether the template trims a message. The name is transformers', so that a
+# template which looks for it finds it.
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate:
@@ -32,7 +43,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _build_environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ValueError(
                 f"chat_template does not compile: {error}. Repair the template of the checkpoint"
             ) from error
@@ -42,16 +53,30 @@ class ChatTemplate:
         messages: Sequence[Any],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        content_format: str = "auto",
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
         **template_kwargs: Any,
     ) -> str:
         """Renders a conversation.
 
         Args:
             messages: At least one; each has a `role` and usually a `content`, a string or a list
-                of text parts (`{"type": "text", "text": ...}`), which are joined by newlines
-                as vLLM does it. Keys whose value is `None` count as absent.
+                of text parts (`{"type": "text", "text": ...}`). Keys whose value is `None` count
+                as absent.
             add_generation_prompt: End with the header of the assistant's turn.
-            **template_kwargs: Further variables of the template, e.g. `tools`.
+            continue_final_message: End with the content of the last message, so that the model
+                continues it; `add_generation_prompt` must then be False. As in transformers, what
+                the template writes after the content is cut off, with the space at the end of the
+                content if the template trims it.
+            content_format: What the template gets, as in vLLM. "string": a string; parts are joined
+                by newlines. "openai": parts; a string becomes one. "auto": parts if the template
+                loops over the content, else a string; but a string stays one if the template asks
+                anything whether it is a string, since it then knows both.
+            tools: Tools as JSON schemas.
+            documents: Documents for the template to quote, each with e.g. a `title` and a `text`.
+            **template_kwargs: Further variables of the template.
 
         Raises:
             ValueError: The messages are malformed, or the template refuses them.
@@ -61,38 +86,124 @@ class ChatTemplate:
                 f"messages is {messages!r}; it must be a list of at least one message, e.g. "
                 '[{"role": "user", "content": "Hello"}]'
             )
-        variables: dict[str, Any] = {"tools": None, "documents": None}
-        variables |= {**self._special_tokens, **template_kwargs}
-        try:
-            return self._template.render(
-                messages=[_plain_message(index, message) for index, message in enumerate(messages)],
-                add_generation_prompt=add_generation_prompt,
-                **variables,
+        if content_format not in _CONTENT_FORMATS:
+            raise ValueError(
+                f"content_format is {content_format!r}; it must be one of {_CONTENT_FORMATS}"
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+        if add_generation_prompt and continue_final_message:
+            raise ValueError(
+                "add_generation_prompt and continue_final_message are both True; the prompt ends "
+                "with a new message or with the last one. Set one of them to False"
+            )
+        variables: dict[str, Any] = self._special_tokens | template_kwargs
+        variables |= {
+            "tools": _objects("tools", tools), "documents": _objects("documents", documents)
+        }  # fmt: skip
+        plain = [
+            self._plain_message(index, message, content_format)
+            for index, message in enumerate(messages)
+        ]
+        final_text = _append_tag(plain, self.source) if continue_final_message else ""
+        try:
+            rendered = self._template.render(
+                messages=plain, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except Exception as error:  # whatever the code of the template raises
             raise ValueError(f"chat_template refuses these messages: {error}") from error
+        return _cut_at_tag(rendered, final_text) if continue_final_message else rendered
+
+    def _plain_message(self, index: int, message: Any, content_format: str) -> dict[str, Any]:
+        owner = f"messages[{index}]"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{owner} is {message!r}; it must be an object with a 'role'")
+        plain = {key: value for key, value in message.items() if value is not None}
+        # Templates know reasoning by several names; transformers, too, offers it under two.
+        for key in _REASONING_KEYS:
+            if key in plain:
+                plain = {"thinking": plain[key], **plain, "reasoning_content": plain[key]}
+                break
+        if "content" not in plain:
+            return plain
+        content = plain["content"]
+        if not isinstance(content, (str, list, tuple)):
+            raise ValueError(f"{owner}.content is {content!r}; it must be a string or text parts")
+        takes_parts, takes_strings = self._takes(content_format)
+        if isinstance(content, str):
+            if not takes_strings:
+                plain["content"] = [{"type": "text", "text": content}]
+            return plain
+        parts = [_text_part(owner, part) for part in cast(Sequence[Any], content)]
+        # Templates seldom expect parts from tools; vLLM joins them always.
+        if takes_parts and plain["role"] != "tool":
+            plain["content"] = parts
+        else:
+            plain["content"] = "\n".join(part["text"] for part in parts)
+        return plain
+
+    def _takes(self, content_format: str) -> tuple[bool, bool]:
+        """Whether the template is given parts, and whether it is given strings."""
+        if content_format != "auto":
+            return content_format == "openai", content_format == "string"
+        return self._takes_by_itself
+
+    @functools.cached_property
+    def _takes_by_itself(self) -> tuple[bool, bool]:
+        tree = _build_environment().parse(self.source)
+        takes_parts = loops_over_content(tree)
+        asks = any(test.name == "string" for test in tree.find_all(jinja2.nodes.Test))
+        return takes_parts, asks or not takes_parts
 
 
-def _plain_message(index: int, message: Any) -> dict[str, Any]:
-    owner = f"messages[{index}]"
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(f"{owner} is {message!r}; it must be an object with a 'role'")
-    plain = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content")
-    if isinstance(content, (list, tuple)):
-        texts: list[str] = []
-        for part in cast(Sequence[Any], content):
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, Mapping) else part
-                raise ValueError(
-                    f"{owner}.content holds a part of type {kind!r}; only text parts are "
-                    'supported: {"type": "text", "text": ...}'
-                )
-            texts.append(part["text"])
-        plain["content"] = "\n".join(texts)
-    elif content is not None and not isinstance(content, str):
-        raise ValueError(f"{owner}.content is {content!r}; it must be a string or text parts")
-    return plain
+def _objects(name: str, values: Any) -> list[Mapping[str, Any]] | None:
+    if values is None:
+        return None
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, Mapping) for v in values):
+        raise ValueError(f"{name} is {values!r}; it must be a list of objects")
+    return list(values)
+
+
+def _text_part(owner: str, part: Any) -> dict[str, Any]:
+    """A part as templates know it, from any of the kinds that OpenAI's APIs have for text."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type", "text") if isinstance(part, Mapping) else part
+    key = _TEXT_KEYS.get(kind) if isinstance(kind, str) else None
+    if key is None or not isinstance(part.get(key), str):
+        raise ValueError(
+            f"{owner}.content holds a part of type {kind!r}; only text parts are supported: "
+            '{"type": "text", "text": ...}'
+        )
+    return {"type": "text", "text": part[key]}
+
+
+def _append_tag(messages: list[dict[str, Any]], source: str) -> str:
+    """Marks the end of the last message's content, and returns the text before the mark."""
+    final = messages[-1]
+    content = final.get("content")
+    if content is None or content == []:
+        raise ValueError(
+            f"continue_final_message is True, but messages[{len(messages) - 1}] has no content; "
+            "give it the beginning of the answer"
+        )
+    if "content" not in source:
+        raise ValueError("continue_final_message is True, but the chat_template writes no content")
+    if isinstance(content, str):
+        final["content"] = content + _CONTINUE_TAG
+        return content
+    text = content[-1]["text"]
+    content[-1]["text"] = text + _CONTINUE_TAG
+    return text
+
+
+def _cut_at_tag(rendered: str, final_text: str) -> str:
+    place = rendered.rfind(_CONTINUE_TAG.rstrip())
+    if place < 0 or final_text.strip() not in rendered:
+        raise ValueError(
+            "continue_final_message is True, but the chat_template does not write the content of "
+            "the last message as it is; end with a message of another role or form"
+        )
+    is_trimmed = not rendered.startswith(_CONTINUE_TAG, place)
+    return rendered[:place].rstrip() if is_trimmed else rendered[:place]
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -1,22 +1,23 @@
 """Text <-> token ids, with the ids and the text that transformers' AutoTokenizer would give.
 
 `tokenizers.Tokenizer` does the work. transformers itself costs seconds to import, so the few
-things it does on top (its tokenization_utils_tokenizers.py, version 5) are done here.
+things it does on top (its tokenization_utils_tokenizers.py, version 5) are done here; except for
+`clean_up_tokenization_spaces`, which would change text after it was shown (vLLM leaves it out too).
 """
 
+import functools
+import itertools
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import tokenizers
-from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import AddedToken
 
 from jpaged.text.chat_template import ChatTemplate
-from jpaged.text.incremental_decoder import IncrementalDecoder, find_decoder_factory
-
-logger = logging.getLogger(__name__)
+from jpaged.text.incremental_decoder import IncrementalDecoder
+from jpaged.text.tokenizer_files import read_tokenizer
 
 _NAMED_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -50,15 +51,19 @@ class Tokenizer:
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_token_id = self._named_token_id("bos_token")
         self.eos_token_id = self._named_token_id("eos_token")
+        added_tokens = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
+            token_id for token_id, token in added_tokens.items() if token.special
         )
+        self._added_tokens = frozenset(token.content for token in added_tokens.values())
         decoder = cast(Any, backend.decoder)
-        self._make_decoder = find_decoder_factory(decoder and json.loads(decoder.__getstate__()))
+        self._decoder = decoder and json.loads(decoder.__getstate__())
+        self._piece_bytes = IncrementalDecoder(self._decoder).piece_bytes
         self._templates = _read_templates(config.get("chat_template"))
-        self._compiled: dict[str, ChatTemplate] = {}
+        # A caller may bring any number of templates.
+        self._compile = functools.lru_cache(maxsize=16)(
+            lambda source: ChatTemplate(source, self._special_tokens)
+        )
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
@@ -68,17 +73,7 @@ class Tokenizer:
             FileNotFoundError: There is no tokenizer in it.
             ValueError: Naming what in it is not supported.
         """
-        config = _read_config(directory)
-        path = directory / "tokenizer.json"
-        if not path.exists():
-            return cls(*_convert_with_transformers(directory, config))
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ValueError(f"{path}: not a readable tokenizer.json: {error}") from error
-        if _is_rebuilt_by_transformers(directory, config):
-            _rebuild_as_llama(backend, config)
-        return cls(backend, config)
+        return cls(*read_tokenizer(directory))
 
     @property
     def chat_template(self) -> str | None:
@@ -90,7 +85,8 @@ class Tokenizer:
 
         Args:
             text: Any text. One that a chat template has rendered holds its special tokens
-                already: encode it with `add_special_tokens=False`.
+                already: encode it with `add_special_tokens=False`, and give `LLM.generate` the
+                ids instead of the text, lest it begin twice.
             add_special_tokens: Add what the tokenizer itself puts around a text, such as the
                 beginning-of-sequence token.
         """
@@ -103,9 +99,110 @@ class Tokenizer:
             ) from None
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Decodes a whole sequence of ids; ids beyond `vocab_size` count as nothing."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    def encode_pair(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+        """Encodes a prompt and a completion of it that is to be scored.
+
+        The rule is that of lm-evaluation-harness (its api/model.py): white space at the end of the
+        prompt moves to the completion, and the two are encoded as one text, since that is how
+        models saw them in training. The ids that the prompt's own encoding shares with it from the
+        start are the prompt's, the others the completion's. A token that reaches over the border
+        is thus the completion's, where the harness would count as many ids as the prompt alone has
+        and score something else.
+
+        Returns:
+            Ids of the prompt and of the completion; joined, those of the joined text. A prompt of
+            which no id is left, as it is empty or its first token reaches over the border, is the
+            beginning-of-sequence token, or where there is none the end-of-sequence token.
+
+        Raises:
+            ValueError: There is neither of the two tokens, or the tokenizer gives no ids for the
+                completion, e.g. as it drops white space.
+        """
+        text = prompt.rstrip() if completion else prompt
+        whole = self.encode(prompt + completion)
+        pairs = zip(self.encode(text), whole, strict=False)
+        num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        prompt_ids, completion_ids = whole[:num_shared], whole[num_shared:]
+        if completion and not completion_ids:
+            raise ValueError(
+                f"completion is {completion!r}; the tokenizer gives no ids for it after this "
+                "prompt. Give a text that it does not drop"
+            )
+        if not prompt_ids:
+            start = self.eos_token_id if self.bos_token_id is None else self.bos_token_id
+            if start is None:
+                raise ValueError(
+                    f"prompt is {prompt!r}; no id of it stands before the completion, and the "
+                    "tokenizer has neither bos_token nor eos_token to stand there. Give a prompt"
+                )
+            prompt_ids = [start]
+        return prompt_ids, completion_ids
+
+    def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Finds the id sequences that spell words which must not be generated.
+
+        Args:
+            words: As in `SamplingParams.bad_words`. Space in front of a word does not count.
+
+        Returns:
+            For each word, its ids at the start of a text and after a space. vLLM leaves the second
+            out where it has another length, and so lets many words through; it is not left out
+            here.
+
+        Raises:
+            ValueError: A word has no ids.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            stripped = word.lstrip()
+            ids = self.encode(stripped, add_special_tokens=False)
+            if not ids:
+                raise ValueError(
+                    f"SamplingParams.bad_words holds {word!r}; the tokenizer gives no ids for it. "
+                    "Leave it out"
+                )
+            # The second is empty only if the first is: a space makes nothing vanish.
+            spaced = self.encode(" " + stripped, add_special_tokens=False)
+            sequences |= {tuple(ids): None, tuple(spaced): None}
+        return tuple(sequences)
+
+    def decode(
+        self,
+        ids: Iterable[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """Decodes a whole sequence of ids; ids beyond `vocab_size` count as nothing.
+
+        Args:
+            ids: Token ids.
+            skip_special_tokens: Leave special tokens out.
+            spaces_between_special_tokens: Where special tokens are not left out, leave the space
+                that the decoder may put between two added tokens that stand next to each other.
+        """
+        if skip_special_tokens or spaces_between_special_tokens:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        decoder = self.incremental_decoder(spaces_between_special_tokens=False)
+        pieces = map(self.id_to_token, ids)
+        return decoder.decode((piece for piece in pieces if piece is not None), final=True)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token, special or not, as it is in the middle of a text.
+
+        A leading space is kept, unlike in `decode([token_id])`, and bytes that are not whole
+        characters are U+FFFD. For an id beyond the vocabulary it is empty.
+        """
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for in the middle of a text.
+
+        Joined over all ids of a text, they are the text in UTF-8, but for the space that a text
+        may lose at its start (with BPEDecoder, at its end).
+        """
+        piece = self.id_to_token(token_id)
+        return b"" if piece is None else self._piece_bytes(piece)
 
     def token_to_id(self, token: str) -> int | None:
         """Id of a token as it stands in the vocabulary, `None` if there is no such token."""
@@ -115,56 +212,59 @@ class Tokenizer:
         """Token as it stands in the vocabulary, `None` for an id beyond it."""
         return self._backend.id_to_token(token_id)
 
-    def incremental_decoder(self) -> IncrementalDecoder:
-        """Makes a decoder for one answer; it takes tokens from `id_to_token`."""
-        return self._make_decoder()
+    def incremental_decoder(
+        self, *, spaces_between_special_tokens: bool = True
+    ) -> IncrementalDecoder:
+        """Makes a decoder for one answer; it takes tokens from `id_to_token`.
+
+        Args:
+            spaces_between_special_tokens: Whether the space that the decoder may put between two
+                added tokens is left there.
+        """
+        unspaced = frozenset[str]() if spaces_between_special_tokens else self._added_tokens
+        return IncrementalDecoder(self._decoder, unspaced)
 
     def render_chat(
         self,
         messages: Sequence[Any],
         *,
-        add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        chat_template: str | None = None,
+        tools: Sequence[Any] | None = None,
+        **options: Any,
     ) -> str:
         """Turns messages into prompt text with the model's chat template.
 
         Args:
             messages: As for `ChatTemplate.render`.
-            add_generation_prompt: End with the header of the assistant's turn.
-            **template_kwargs: Further variables of the template. With `tools`, the model's
-                "tool_use" template is taken where it has one.
+            chat_template: Instead of the model's own: the Jinja source, or the name of one of the
+                model's templates.
+            tools: Tools as JSON schemas. With them, the model's "tool_use" template is taken where
+                it has one.
+            **options: Further arguments of `ChatTemplate.render`: `add_generation_prompt`,
+                `continue_final_message`, `content_format`, `documents`, and any variables of the
+                template.
 
         Raises:
             ValueError: The model has no chat template, or it refuses the messages.
         """
-        use_tools = template_kwargs.get("tools") is not None and "tool_use" in self._templates
-        name = "tool_use" if use_tools else "default"
-        if name not in self._templates:
-            raise ValueError(
-                "chat_template is missing: this model has none, so it takes no messages (base "
-                "models have none). Send plain text, or use the instruct version of the model"
-            )
-        if name not in self._compiled:
-            self._compiled[name] = ChatTemplate(self._templates[name], self._special_tokens)
-        return self._compiled[name].render(
-            messages, add_generation_prompt=add_generation_prompt, **template_kwargs
-        )
+        if chat_template is None:
+            use_tools = tools is not None and "tool_use" in self._templates
+            chat_template = "tool_use" if use_tools else "default"
+            if chat_template not in self._templates:
+                raise ValueError(
+                    "chat_template is missing: this model has none, so it takes no messages (base "
+                    "models have none). Send plain text, give a chat_template, or use the instruct "
+                    "version of the model"
+                )
+        source = self._templates.get(chat_template, chat_template)
+        return self._compile(source).render(messages, tools=tools, **options)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Any],
-        *,
-        add_generation_prompt: bool = True,
-        **template_kwargs: Any,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Any], **options: Any) -> list[int]:
         """Encodes messages; arguments as for `render_chat`.
 
         The template writes the special tokens, so none is added: never two beginnings.
         """
-        text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, **template_kwargs
-        )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def _named_token_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
@@ -209,23 +309,6 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> Non
     backend.add_tokens(tokens)
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with what stands in files beside it put in its place."""
-    config: dict[str, Any] = {}
-    path = directory / "tokenizer_config.json"
-    if path.exists():
-        config = json.loads(path.read_text(encoding="utf-8"))
-    legacy = directory / "special_tokens_map.json"
-    if "added_tokens_decoder" not in config and legacy.exists():
-        config |= json.loads(legacy.read_text(encoding="utf-8"))
-    if (directory / "chat_template.jinja").exists():
-        templates = {"default": (directory / "chat_template.jinja").read_text(encoding="utf-8")}
-        for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-            templates[path.stem] = path.read_text(encoding="utf-8")
-        config["chat_template"] = templates
-    return config
-
-
 def _read_templates(entry: Any) -> dict[str, str]:
     """Chat templates by name, from any of the forms in which a checkpoint may hold them."""
     if not entry:
@@ -235,62 +318,3 @@ def _read_templates(entry: Any) -> dict[str, str]:
     if isinstance(entry, Mapping):
         return dict(entry)
     return {template["name"]: template["template"] for template in entry}
-
-
-def _is_rebuilt_by_transformers(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Whether AutoTokenizer would make a `LlamaTokenizer` of this directory.
-
-    It does so if the class is named and the vocabulary is not byte-level; except for Mistral,
-    for which it takes tokenizer.json as it is.
-    """
-    name = str(config.get("tokenizer_class")).removesuffix("Fast")
-    if name != "LlamaTokenizer":
-        return False
-    path = directory / "config.json"
-    model_config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if model_config.get("model_type", "llama") != "llama":
-        return False
-    return '"ByteLevel"' not in (directory / "tokenizer.json").read_text(encoding="utf-8")
-
-
-def _rebuild_as_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Replaces the rules of tokenizer.json by those of transformers' `LlamaTokenizer`."""
-    add_prefix_space = config.get("add_prefix_space")
-    add_prefix_space = True if add_prefix_space is None else add_prefix_space
-    scheme = "never" if not add_prefix_space else "always" if config.get("legacy") else "first"
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if add_prefix_space:
-        steps.append(decoders.Strip(content=" ", left=1))
-    rules = cast(Any, backend)  # the stubs know neither setters for these nor None
-    rules.normalizer = None
-    rules.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme=scheme, split=False
-    )
-    rules.decoder = decoders.Sequence(steps)
-    rules.model.fuse_unk = True
-    rules.model.byte_fallback = True
-
-
-def _convert_with_transformers(
-    directory: Path, config: dict[str, Any]
-) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """Lets transformers build the tokenizer from tokenizer.model and the like."""
-    sources = ("tokenizer.model", "vocab.json", "tekken.json")
-    if not any((directory / source).exists() for source in sources):
-        raise FileNotFoundError(
-            f"{directory}: no tokenizer.json, tokenizer.model or vocab.json in it. Save the "
-            "model's tokenizer there"
-        )
-    # transformers takes seconds to import, and only old checkpoints need it.
-    from transformers import AutoTokenizer
-
-    try:
-        converted = AutoTokenizer.from_pretrained(directory)
-        backend = converted.backend_tokenizer
-    except Exception as error:  # whatever its converters raise
-        raise ValueError(
-            f"{directory}: transformers cannot convert its tokenizer: {error}. Save a "
-            "tokenizer.json there"
-        ) from error
-    logger.info("built the tokenizer of %s with transformers; it has no tokenizer.json", directory)
-    return backend, {**config, **converted.special_tokens_map}

@@ -27,7 +27,7 @@ def test_h01_a_cache_hit_changes_speed_only(tiny_model):
     assert_naive(cached)
     for with_cache, without in zip(cached, plain, strict=True):
         assert with_cache.output_token_ids == without.output_token_ids
-        np.testing.assert_allclose(with_cache.logprobs, without.logprobs, atol=1e-4)
+        np.testing.assert_allclose(with_cache.token_logprobs, without.token_logprobs, atol=1e-4)
         assert without.num_cached_tokens == 0
     for index, length in enumerate(LENGTHS):
         first, second, third = (r.num_cached_tokens for r in cached[3 * index : 3 * index + 3])

@@ -10,10 +10,33 @@ from tests.invariance.engines import LIMITS, assert_naive, finish, shared_engine
 PARAMS = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True, logprobs=0, seed=0)
 
 
-def test_h02_several_answers_to_a_prompt_are_refused_by_name_until_they_are_offered():
-    """H-02 asks for n=4; what is not offered must not be ignored."""
-    with pytest.raises(TypeError, match="'n'"):
-        SamplingParams(n=4)
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("num_prompt_tokens", [16, 20, 32])
+def test_h02_answers_to_one_prompt_do_not_write_into_each_others_blocks(
+    num_prompt_tokens, enable_prefix_caching, tiny_model
+):
+    """H-02: n=4; each token's log-probability is that of the reference on its own prefix."""
+    options = {} if enable_prefix_caching else {"enable_prefix_caching": False}
+    engine = shared_engine(tiny_model("gqa"), **options)
+    pool = engine.kv_cache_manager.pool
+    prompt = np.random.default_rng(2).integers(0, 256, num_prompt_tokens).tolist()
+    request = engine.add_request("a", prompt, dataclasses.replace(PARAMS, n=4))
+    answers = [request, *request.forks]
+    assert [answer.seed for answer in answers] == [0, 1, 2, 3]
+    engine.step()
+    # All but the prompt's last token is shared: its full blocks once, a part-filled one copied.
+    num_full = (num_prompt_tokens - 1) // 16
+    assert engine.scheduler.num_running == 4
+    assert pool.num_shared_blocks == num_full + 1  # the block to copy from is kept until then
+    num_blocks = -(-num_prompt_tokens // 16)
+    assert pool.num_blocks_in_use == num_blocks + 3 * (num_blocks - num_full)
+    engine.step()
+    assert pool.num_shared_blocks == num_full
+    finish(engine)
+    assert len({tuple(answer.output_token_ids) for answer in answers}) == 4
+    assert {answer.num_output_tokens for answer in answers} == {PARAMS.max_tokens}
+    assert_naive(answers)
+    assert pool.num_free_blocks == LIMITS["num_blocks"]
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])

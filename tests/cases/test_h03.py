@@ -24,7 +24,7 @@ def test_h03_padding_reads_and_writes_nothing_of_a_request(buckets, tiny_model):
     for requests in (together, in_reverse, alone):
         assert_naive(requests)
         for request, other in zip(requests, alone, strict=True):
-            np.testing.assert_allclose(request.logprobs, other.logprobs, atol=1e-3)
+            np.testing.assert_allclose(request.token_logprobs, other.token_logprobs, atol=1e-3)
 
 
 def test_h03_waves_that_overlap_answer_like_the_first_one(tiny_model):
@@ -40,4 +40,4 @@ def test_h03_waves_that_overlap_answer_like_the_first_one(tiny_model):
     for requests in waves[1:]:
         for request, first in zip(requests, waves[0], strict=True):
             assert request.output_token_ids == first.output_token_ids
-            np.testing.assert_allclose(request.logprobs, first.logprobs, atol=1e-3)
+            np.testing.assert_allclose(request.token_logprobs, first.token_logprobs, atol=1e-3)

@@ -21,7 +21,7 @@ def test_h10_tiny_temperatures_are_greedy_and_do_not_touch_a_neighbour(dtype, ti
     *requests, beside = answer(engine, [*jobs, neighbour])
     for request in requests:
         assert request.output_token_ids == requests[0].output_token_ids
-        assert np.isfinite(request.logprobs).all()
+        assert np.isfinite(request.token_logprobs).all()
     assert beside.output_token_ids == alone.output_token_ids
     if dtype == "float32":
         assert_naive([*requests[:1], beside])
@@ -34,20 +34,33 @@ def test_h10_negative_temperature_is_refused():
 
 
 @pytest.mark.parametrize("temperature", [100.0, 1e38, 1e300])
+def test_h10_huge_temperature_is_refused(temperature):
+    """H-10: 100 is accepted or refused; vLLM's range ends at 2."""
+    with pytest.raises(ValueError, match="temperature is .*; it must be a number from 0 to 2"):
+        SamplingParams(temperature=temperature)
+
+
 @pytest.mark.parametrize("variant", ["gqa", "padded-vocab"])
-def test_h10_huge_temperature_is_answered_from_the_whole_vocabulary(
-    temperature, variant, tiny_model
-):
+def test_h10_highest_temperature_is_answered_from_the_whole_vocabulary(variant, tiny_model):
     """H-10: never NaN, and never the same token throughout."""
     engine = shared_engine(tiny_model(variant))
-    params = dataclasses.replace(PARAMS, temperature=temperature, max_tokens=100)
+    params = dataclasses.replace(PARAMS, temperature=2.0, max_tokens=100)
     [request] = answer(engine, [Job(PROMPT, params)])
-    assert np.isfinite(request.logprobs).all()
-    assert len(set(request.output_token_ids)) > 50
+    assert np.isfinite(request.token_logprobs).all()
+    assert len(set(request.output_token_ids)) > 10
     assert all(0 <= token_id < 260 for token_id in request.output_token_ids)
 
 
-def test_h10_bias_on_a_token_is_refused_by_name_until_it_is_offered():
-    """H-10 tries logit_bias as well; what is not offered must not be ignored."""
-    with pytest.raises(TypeError, match="'logit_bias'"):
-        SamplingParams(logit_bias={5: -100})
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_h10_tiny_temperatures_are_greedy_with_a_bias_too(dtype, tiny_model):
+    """H-10: once more with logit_bias -100 on the token that comes first without it."""
+    engine = shared_engine(tiny_model("gqa"), **({} if dtype == "float32" else {"dtype": dtype}))
+    [plain] = answer(engine, [Job(PROMPT, dataclasses.replace(PARAMS, temperature=0.0))])
+    banned = plain.output_token_ids[0]
+    biased = dataclasses.replace(PARAMS, logit_bias={banned: -100})
+    jobs = [Job(PROMPT, dataclasses.replace(biased, temperature=t)) for t in TEMPERATURES]
+    requests = answer(engine, jobs)
+    for request in requests:
+        assert request.output_token_ids == requests[0].output_token_ids
+        assert banned not in request.output_token_ids
+        assert np.isfinite(request.token_logprobs).all()

@@ -29,7 +29,7 @@ def test_h13_streamed_pieces_are_whole_characters_and_join_to_the_text(kind):
         for text, ids in zip(TEXTS, texts, strict=True):
             params = SamplingParams(temperature=0.0, max_tokens=len(ids), ignore_eos=True)
             pieces, outputs = [], []
-            for _, piece, output in llm.stream([[ids[0]] * start], [params]):
+            for _, _, piece, output in llm.stream([[ids[0]] * start], [params]):
                 pieces.append(piece)
                 outputs.append(output)
             assert outputs[-1].outputs[0].token_ids == ids

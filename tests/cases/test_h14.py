@@ -65,7 +65,7 @@ def test_h14_text_ends_before_the_first_stop_string_streamed_and_plain(stop, llm
 
     [plain] = llm.generate([[0]], params)
     pieces, final = [], None
-    for _, piece, output in llm.stream([[0]], [params]):
+    for _, _, piece, output in llm.stream([[0]], [params]):
         pieces.append(piece)
         final = output
     for completion in (plain.outputs[0], final.outputs[0]):

@@ -31,7 +31,7 @@ def assert_head(engine, tensors, head: np.ndarray) -> None:
     config = tiny_models.tiny_config("gqa")  # not tied
     model = naive.Llama(config, tensors | {HEAD: head})
     [request] = answer(engine, [Job(PROMPT, PARAMS)])
-    naive.assert_answer(model, PROMPT, PARAMS, request.output_token_ids, request.logprobs)
+    naive.assert_answer(model, PROMPT, PARAMS, request.output_token_ids, request.token_logprobs)
 
 
 EMBEDDING_TABLE = tiny_models.tiny_weights("tied")[EMBEDDING]

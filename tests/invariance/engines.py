@@ -4,6 +4,7 @@ All of them have the limits below unless a test asks otherwise, so that most eng
 few programs: one for decode steps, one for mixed steps.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from jpaged.checkpoint import open_checkpoint
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
-from jpaged.request import Request
+from jpaged.request import FinishReason, Request
 from jpaged.sampling_params import SamplingParams
 from tests import tiny_models
 from tests.invariance import naive
@@ -86,10 +87,11 @@ def answer(engine: Engine, jobs: Iterable[Job]) -> list[Request]:
 def assert_naive(requests: Iterable[Request], variant: str = "gqa") -> None:
     """Asserts that each finished answer, whole or cut short, is the naive one."""
     for request in requests:
+        assert request.finish_reason is not FinishReason.ERROR, request.stop_reason
         naive.assert_answer(
             naive.tiny_llama(variant),
             request.prompt_token_ids,
-            request.params,
+            dataclasses.replace(request.params, seed=request.seed),
             request.output_token_ids,
-            request.logprobs if request.params.logprobs is not None else None,
+            request.token_logprobs if request.params.logprobs is not None else None,
         )

@@ -1,8 +1,7 @@
 import itertools
-import json
+import random
 
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,11 +9,12 @@ from jpaged.checkpoint import open_checkpoint
 from jpaged.detokenizer import Detokenizer
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.tokenizer import Tokenizer
-from tests.jpaged.text.tokenizers_for_tests import byte_fallback_json, byte_level_json
+from tests.jpaged.text.tokenizers_for_tests import KINDS, make_tokenizer
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
-BYTE_LEVEL = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(byte_level_json())), NAMED)
-BYTE_FALLBACK = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(byte_fallback_json())), NAMED)
+TOKENIZERS = {kind: make_tokenizer(kind) for kind in KINDS}
+BYTE_LEVEL = make_tokenizer("byte_level", **NAMED)
+BYTE_FALLBACK = make_tokenizer("byte_fallback", **NAMED)
 BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["level", "fallback"])
 
 # Texts of case H-13.
@@ -43,17 +43,49 @@ def deltas_of(tokenizer: Tokenizer, chunks: list[list[int]], **params) -> tuple[
     return deltas, detokenizer.stop_reason
 
 
-@BOTH
-@settings(deadline=None)
-@given(data=st.data())
-def test_joined_deltas_equal_decode_for_any_ids_in_any_chunks(tokenizer, data):
-    beyond = tokenizer.vocab_size + 2
-    ids = data.draw(st.lists(st.integers(0, beyond), max_size=24))
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
-    skip = data.draw(st.booleans())
-    chunks = [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
-    deltas, _ = deltas_of(tokenizer, chunks, skip_special_tokens=skip)
-    assert "".join(deltas) == tokenizer.decode(ids, skip_special_tokens=skip)
+def assert_stream_equals_decode(tokenizer: Tokenizer, num_sequences: int) -> None:
+    """Random ids, some beyond the vocabulary, in random pieces, special ones skipped and not."""
+    rng = random.Random(tokenizer.vocab_size)
+    ids_and_beyond = range(tokenizer.vocab_size + 2)
+    special = sorted(tokenizer.special_token_ids)
+    for _ in range(num_sequences):
+        ids = rng.choices(ids_and_beyond, k=rng.randrange(16))
+        if special and rng.randrange(4) == 0:
+            ids[rng.randrange(len(ids) + 1) :] = [*rng.choices(special, k=2), *ids[:2]]
+        cuts = sorted(rng.choices(range(len(ids) + 1), k=rng.randrange(6)))
+        for skip in (True, False):
+            detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=skip))
+            text = ""
+            for start, end in itertools.pairwise([0, *cuts, len(ids)]):
+                text += detokenizer.add(ids[start:end])
+            text += detokenizer.add([], finished=True)
+            expected = tokenizer.decode(ids, skip_special_tokens=skip)
+            assert text == expected, f"{ids}, cut at {cuts}, {skip=}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_joined_deltas_equal_decode_over_ten_thousand_random_answers(kind):
+    assert_stream_equals_decode(TOKENIZERS[kind], 10_000)
+
+
+def test_joined_deltas_equal_decode_for_smollm2():
+    with open_checkpoint("smollm2") as checkpoint:
+        assert_stream_equals_decode(checkpoint.tokenizer(), 10_000)
+
+
+def test_without_spaces_between_special_tokens_the_stream_equals_decode_too():
+    rng = random.Random(0)
+    for kind in ("word_piece", "no_decoder", "unigram", "byte_level"):
+        tokenizer = TOKENIZERS[kind]
+        added = sorted(tokenizer.special_token_ids)
+        seen = set()
+        for _ in range(200):
+            ids = rng.choices([*added, *range(tokenizer.vocab_size)], k=8)
+            options = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+            deltas, _ = deltas_of(tokenizer, chunked(ids, rng.randint(1, 4)), **options)
+            assert "".join(deltas) == tokenizer.decode(ids, **options)
+            seen.add("".join(deltas) == tokenizer.decode(ids, skip_special_tokens=False))
+        assert seen == ({True, False} if kind in ("word_piece", "no_decoder") else {True})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -101,20 +133,88 @@ def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str] | None:
 @given(
     text=st.text("abc ", max_size=30),
     stop=st.lists(st.text("abc ", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple),
-    size=st.integers(1, 6),
+    cuts=st.lists(st.integers(0, 30), max_size=8).map(sorted),
     include=st.booleans(),
 )
-def test_text_ends_at_the_stop_string_that_is_complete_first(text, stop, size, include):
+def test_text_ends_at_the_stop_string_that_is_complete_first(text, stop, cuts, include):
     ids = BYTE_LEVEL.encode(text)
-    deltas, reason = deltas_of(
-        BYTE_LEVEL, chunked(ids, size), stop=stop, include_stop_str_in_output=include
-    )
+    chunks = [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
+    deltas, reason = deltas_of(BYTE_LEVEL, chunks, stop=stop, include_stop_str_in_output=include)
     expected = first_stop(text, stop)
     if expected is None:
         assert ("".join(deltas), reason) == (text, None)
     else:
         before, found = expected
         assert ("".join(deltas), reason) == (before + found if include else before, found)
+
+
+@settings(deadline=None)
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    ids=st.lists(st.integers(0, 300), max_size=12),
+    cuts=st.lists(st.integers(0, 12), max_size=6).map(sorted),
+    params=st.fixed_dictionaries(
+        {
+            "stop": st.lists(
+                st.text("a. he\ufffd<", min_size=1, max_size=3), min_size=1, max_size=3
+            ),
+            "include_stop_str_in_output": st.booleans(),
+            "skip_special_tokens": st.booleans(),
+            "spaces_between_special_tokens": st.booleans(),
+            "min_tokens": st.integers(0, 8),
+        }
+    ),
+    finished_apart=st.booleans(),
+)
+def test_text_and_stop_reason_do_not_depend_on_how_ids_are_spread_over_calls(
+    kind, ids, cuts, params, finished_apart
+):
+    tokenizer = TOKENIZERS[kind]
+    ids = [token_id % tokenizer.vocab_size for token_id in ids]
+    one_by_one, reason = deltas_of(tokenizer, chunked(ids, 1), **params)
+    detokenizer = Detokenizer(tokenizer, SamplingParams(**params))
+    *first, last = [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
+    deltas = [detokenizer.add(chunk) for chunk in first]
+    deltas.append(detokenizer.add(last, finished=not finished_apart))
+    deltas.append(detokenizer.add([], finished=True))
+    assert ("".join(deltas), detokenizer.stop_reason) == ("".join(one_by_one), reason)
+
+
+@settings(deadline=None)
+@given(
+    text=st.text("abc", max_size=20),
+    stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple),
+    min_tokens=st.integers(0, 21),
+    size=st.integers(1, 6),
+    include=st.booleans(),
+)
+def test_stop_string_counts_only_if_it_ends_after_min_tokens(text, stop, min_tokens, size, include):
+    ids = BYTE_LEVEL.encode(text)
+    assert len(ids) == len(text)
+    deltas, reason = deltas_of(
+        BYTE_LEVEL, chunked(ids, size), stop=stop, min_tokens=min_tokens, max_tokens=99,
+        include_stop_str_in_output=include,
+    )  # fmt: skip
+    ends = (end for end in range(min_tokens + 1, len(text) + 1) if text[:end].endswith(stop))
+    end = next(ends, None)
+    if end is None:
+        assert ("".join(deltas), reason) == (text, None)
+    else:
+        found = max((string for string in stop if text[:end].endswith(string)), key=len)
+        shown = text[:end] if include else text[: end - len(found)]
+        assert ("".join(deltas), reason) == (shown, found)
+
+
+def test_skipped_ids_count_to_min_tokens_and_what_the_decoder_kept_does_not_end_early():
+    eos = BYTE_LEVEL.eos_token_id
+    ids = [eos, *BYTE_LEVEL.encode("ab")]
+    assert deltas_of(BYTE_LEVEL, [ids], stop="b", min_tokens=3)[1] is None
+    assert deltas_of(BYTE_LEVEL, [ids], stop="b", min_tokens=2)[1] == "b"
+    # Half a character appears when no more comes; it is of the second token.
+    half = BYTE_LEVEL.encode("aé")[:2]
+    for chunks in ([half], chunked(half, 1)):
+        assert deltas_of(BYTE_LEVEL, chunks, stop="\ufffd", min_tokens=2)[1] is None
+        assert deltas_of(BYTE_LEVEL, chunks, stop="\ufffd", min_tokens=1)[1] == "\ufffd"
 
 
 @settings(deadline=None)
@@ -185,8 +285,9 @@ def test_stop_string_that_the_last_characters_complete_is_cut():
     assert (detokenizer.text, detokenizer.stop_reason) == ("a", "日é")
 
 
-@BOTH
-def test_an_id_is_decoded_once_however_long_the_answer(tokenizer, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_id_is_decoded_once_however_long_the_answer(kind, monkeypatch):
+    tokenizer = make_tokenizer(kind)
     looked_up = []
     id_to_token = tokenizer.id_to_token
     monkeypatch.setattr(

@@ -44,7 +44,7 @@ def test_log_probabilities_come_only_where_asked_for(engine):
     asks, other = answer(
         engine, [Job(PROMPT, dataclasses.replace(GREEDY, logprobs=0)), Job(PROMPT[:9], GREEDY)]
     )
-    assert len(asks.logprobs) == 8 and all(value < 0 for value in asks.logprobs)
+    assert len(asks.logprobs) == 8 and all(value < 0 for value in asks.token_logprobs)
     assert other.logprobs == []
 
 
@@ -279,7 +279,9 @@ class TestUpdateWeights:
     @pytest.fixture
     def other(self, tiny_model):
         """The same shape with other weights."""
-        module = open_engine(tiny_model("gqa")).runner.model()
+        engine = open_engine(tiny_model("gqa"))
+        engine.warm_up([])  # waits for what compiles in the background
+        module = engine.runner.model()
         for leaf in jax.tree.leaves(module, is_leaf=lambda x: isinstance(x, nnx.Param)):
             leaf[...] = leaf[...][::-1]
         return module

@@ -60,9 +60,9 @@ def test_output_holds_ids_text_and_log_probabilities(llm, goldens):
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
     [output] = llm.generate([golden["prompt_token_ids"]], params)
     [completion] = output.outputs
-    assert_same_answer(golden, completion.token_ids, completion.logprobs)
+    assert_same_answer(golden, completion.token_ids, completion.token_logprobs)
     assert completion.text == llm.tokenizer.decode(completion.token_ids)
-    assert completion.cumulative_logprob == pytest.approx(sum(completion.logprobs))
+    assert completion.cumulative_logprob == pytest.approx(sum(completion.token_logprobs))
     assert (completion.finish_reason, completion.stop_reason) == ("length", None)
     assert output.finished and completion.index == 0
     [quiet] = llm.generate([[72]], SamplingParams(max_tokens=2))
@@ -111,7 +111,7 @@ def test_stop_string_cuts_the_text_and_ends_the_answer(llm):
 def test_streamed_text_joins_to_the_final_text(llm):
     prompts = ["Hello", CHAT, [72], "another", "and one more"]
     texts, finals = [""] * len(prompts), {}
-    for index, delta, output in llm.stream(prompts, [GREEDY] * len(prompts)):
+    for index, _, delta, output in llm.stream(prompts, [GREEDY] * len(prompts)):
         assert index not in finals
         texts[index] += delta
         if output is not None:
@@ -133,7 +133,7 @@ def test_leaving_a_stream_ends_its_requests(llm):
 def test_stream_told_to_stop_ends_every_answer_as_it_is(llm):
     texts, finals = [""] * 2, {}
     stream = llm.stream(["Hello", "another"], [GREEDY] * 2, should_stop=lambda: len(texts[0]) >= 2)
-    for index, delta, output in stream:
+    for index, _, delta, output in stream:
         texts[index] += delta
         if output is not None:
             finals[index] = output.outputs[0]
@@ -147,10 +147,10 @@ def test_stream_told_to_stop_ends_every_answer_as_it_is(llm):
 
 def test_answer_that_is_aborted_through_the_engine_is_not_lost(llm):
     stream = llm.stream(["Hello", "another"], [GREEDY] * 2)
-    index, _, _ = next(stream)
+    index, *_ = next(stream)
     [*_, other] = llm.engine.scheduler.requests
     llm.engine.abort(other)
-    finals = {i: output for i, _, output in stream if output is not None}
+    finals = {i: output for i, _, _, output in stream if output is not None}
     assert {i: output.outputs[0].finish_reason for i, output in finals.items()} == {
         index: "length", 1 - index: "abort"
     }  # fmt: skip
@@ -308,7 +308,7 @@ def test_answers_of_the_real_model_are_those_of_transformers(smollm2, goldens):
     for output, golden in zip(smollm2.generate(prompts, params), answers, strict=True):
         [completion] = output.outputs
         assert output.prompt_token_ids == golden["prompt_token_ids"]
-        assert_same_answer(golden, completion.token_ids, completion.logprobs)
+        assert_same_answer(golden, completion.token_ids, completion.token_logprobs)
         if completion.token_ids == golden["token_ids"]:
             assert completion.text == golden["text"]
 

@@ -14,8 +14,10 @@ from hypothesis.stateful import (
 
 from jpaged.core.kv_cache_manager import KVCacheManager
 from jpaged.core.scheduler import MAX_DEFERRALS_PER_STEP, Scheduler, cut_to_bucket
-from jpaged.request import FinishReason, Request, Status
+from jpaged.request import FinishReason, Request, Status, TokenLogprobs
 from jpaged.sampling_params import SamplingParams
+
+LOGPROB = TokenLogprobs(-0.5, 1)
 
 
 def next_token(token_ids, seed, num_ids=3):
@@ -48,6 +50,7 @@ class FakeRunner:
         self.age = 0
         self.admitted_at_age = {}
         self.forked = set()
+        self.parents = {}
 
     def execute(self, output):
         """Makes the copies, then writes and reads; returns the sampled tokens."""
@@ -60,8 +63,11 @@ class FakeRunner:
                 content = self.cache.get(source * block_size + offset)
                 self.cache[destination * block_size + offset] = content
         running = set(self.scheduler._running)
+        ages = self.admitted_at_age
+        # One of several answers to a prompt takes over what the first one has computed of it.
         self.admitted_at_age = {
-            request_id: self.admitted_at_age.get(request_id, self.age) for request_id in running
+            request_id: ages.get(request_id, ages.get(self.parents.get(request_id), self.age))
+            for request_id in running
         }
         written = set()
         token_ids = []
@@ -90,7 +96,13 @@ class FakeRunner:
     def step(self):
         output = self.scheduler.schedule()
         token_ids = self.execute(output)
-        return self.scheduler.update(output, token_ids, [-0.5] * len(token_ids))
+        return self.scheduler.update(output, token_ids, logprobs_of(output))
+
+
+def logprobs_of(output):
+    """As the runner gives them: only for requests that ask."""
+    asked = [entry.request.num_logprobs is not None for entry in output.scheduled]
+    return [LOGPROB if is_asked else None for is_asked in asked]
 
 
 def make(
@@ -147,7 +159,7 @@ def advance(scheduler, runner):
     """One step; returns its plan."""
     output = scheduler.schedule()
     token_ids = runner.execute(output)
-    scheduler.update(output, token_ids, [-0.5] * len(token_ids))
+    scheduler.update(output, token_ids, logprobs_of(output))
     scheduler.check()
     return planned(output)
 
@@ -181,8 +193,10 @@ def test_request_that_can_never_run_is_refused_at_once():
         scheduler.add(make_request("a", []))
     with pytest.raises(ValueError, match="has 16 tokens; .*at most 15 .*shorten the prompt"):
         scheduler.add(make_request("a", 16))
-    with pytest.raises(ValueError, match="max_tokens is 0"):
-        scheduler.add(make_request("a", 4, max_tokens=0))
+    answered = make_request("a", 4, max_tokens=2)
+    answered.token_ids += [0, 1]
+    with pytest.raises(ValueError, match="max_tokens is 2"):
+        scheduler.add(answered)
     assert not scheduler.has_unfinished and scheduler.num_waiting == 0
     scheduler.add(make_request("a", 15))
     with pytest.raises(ValueError, match="request_id is 'a'"):
@@ -264,7 +278,7 @@ def test_chunks_are_cut_from_the_last_one_so_that_the_bucket_is_full():
     assert not output.scheduled[1].samples
     # "c" is admitted, but holds no block that it does not need yet.
     assert scheduler.num_running == 3 and manager.pool.num_blocks_in_use == 3 + 2
-    scheduler.update(output, runner.execute(output), [0.0] * 2)
+    scheduler.update(output, runner.execute(output), logprobs_of(output))
     assert advance(scheduler, runner) == [("a", 1), ("b", 2), ("c", 9)]
 
 
@@ -336,7 +350,7 @@ def test_latest_request_is_preempted_and_returns_first(caplog):
     with caplog.at_level(logging.INFO):
         while not scheduler.num_preemptions:
             output = scheduler.schedule()
-            scheduler.update(output, runner.execute(output), [0.0] * len(output.scheduled))
+            scheduler.update(output, runner.execute(output), logprobs_of(output))
     [victim] = output.preempted
     assert victim.request_id == "c" and victim.status is Status.PREEMPTED
     assert victim.row == -1 and victim.num_computed_tokens == 0 and victim.num_preemptions == 1
@@ -380,7 +394,7 @@ def test_lowest_priority_is_preempted_first():
     scheduler.add(make_request("best", 7, priority=0, max_tokens=12))
     while not scheduler.num_preemptions:
         output = scheduler.schedule()
-        scheduler.update(output, runner.execute(output), [0.0] * len(output.scheduled))
+        scheduler.update(output, runner.execute(output), logprobs_of(output))
     assert [request.request_id for request in output.preempted] == ["worse"]
     run_all(scheduler, runner)
 
@@ -395,7 +409,7 @@ def test_stop_ids_end_the_answer_and_only_those_asked_for_are_reported():
         request = make_request("a", 3, params=params, stop_token_ids=frozenset({2, 7}))
         scheduler.add(request)
         output = scheduler.schedule()
-        [result] = scheduler.update(output, [token_id], [0.0])
+        [result] = scheduler.update(output, [token_id], logprobs_of(output))
         assert result[0] is request and result[1] == [token_id]
         assert request.finish_reason is FinishReason.STOP and request.stop_reason == stop_reason
         assert request.output_token_ids == [token_id]
@@ -420,8 +434,93 @@ def test_logprobs_are_kept_only_where_asked_for():
     scheduler.add(asked)
     scheduler.add(other)
     outputs = run_all(scheduler, runner)
-    assert asked.logprobs == [-0.5, -0.5] and other.logprobs == []
-    assert [list(logprobs) for _, _, logprobs in outputs] == [[-0.5], [], [-0.5], []]
+    assert asked.logprobs == [LOGPROB, LOGPROB] and other.logprobs == []
+    assert [list(logprobs) for _, _, logprobs in outputs] == [[LOGPROB], [], [LOGPROB], []]
+
+
+def test_no_token_ends_the_request_with_a_reason_and_adds_nothing():
+    scheduler, manager, _ = make()
+    request = make_request("a", 4)
+    scheduler.add(request)
+    [result] = scheduler.update(scheduler.schedule(), [-1], [None])
+    assert result == (request, [], ())
+    assert request.finish_reason is FinishReason.ERROR and "no token" in request.stop_reason
+    assert request.output_token_ids == [] and manager.pool.num_blocks_in_use == 0
+
+
+def with_forks(request_id, num_prompt_tokens, num_samples, **options):
+    prompt = [index % 3 for index in range(num_prompt_tokens)]
+    first, *others = (
+        make_request(f"{request_id}{index}", prompt, seed=index, **options)
+        for index in range(num_samples)
+    )
+    first.forks = others
+    return first
+
+
+def test_answers_to_one_prompt_compute_it_once_and_share_its_blocks():
+    scheduler, manager, runner = make(block_size=4, num_blocks=64, max_num_batched_tokens=8)
+    request = with_forks("a", 18, 4, max_tokens=3)
+    scheduler.add(request)
+    assert scheduler.num_waiting == 4
+    plans = [advance(scheduler, runner) for _ in range(3)]
+    assert plans == [[("a0", 8)], [("a0", 8)], [("a0", 2)]]
+    # Four full blocks once, the part-filled one once each.
+    assert scheduler.num_running == 4 and manager.pool.num_blocks_in_use == 4 + 4
+    assert advance(scheduler, runner) == [("a0", 1), ("a1", 1), ("a2", 1), ("a3", 1)]
+    run_all(scheduler, runner)
+    for entry in (request, *request.forks):
+        assert entry.output_token_ids == answer_alone(entry, 64)
+    assert manager.pool.num_blocks_in_use == 0
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [16, 18])
+def test_answers_that_find_no_row_wait_and_read_the_prompt_from_the_cache(num_prompt_tokens):
+    scheduler, _, runner = make(block_size=4, max_num_seqs=2)
+    request = with_forks("a", num_prompt_tokens, 4, max_tokens=2)
+    scheduler.add(request)
+    plans = []
+    while scheduler.has_unfinished:
+        plans.append(advance(scheduler, runner))
+    num_computed = sum(num_tokens for plan in plans for _, num_tokens in plan)
+    # The first computes the prompt and one token; one shares all but the prompt's last token; the
+    # two others share full blocks, one token being left to compute.
+    num_in_part = num_prompt_tokens - (num_prompt_tokens - 1) // 4 * 4
+    assert num_computed == num_prompt_tokens + 1 + 2 + 2 * (num_in_part + 1)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_next_answer_takes_the_place_of_one_that_left_before_the_prompt_was_computed(num_steps):
+    scheduler, _, runner = make(max_num_batched_tokens=8)
+    request = with_forks("a", 18, 4, max_tokens=3)
+    scheduler.add(request)
+    for _ in range(num_steps):
+        advance(scheduler, runner)
+    scheduler.finish("a2", FinishReason.ABORT)
+    scheduler.finish("a0", FinishReason.ABORT)
+    scheduler.check()
+    assert scheduler.num_waiting == 2
+    run_all(scheduler, runner)
+    _, _, aborted, _ = (request, *request.forks)
+    for entry in (request.forks[0], request.forks[2]):
+        assert entry.output_token_ids == answer_alone(entry, 64)
+    assert aborted.output_token_ids == []
+
+
+def test_answer_that_is_over_at_its_first_token_leaves_the_prompt_to_the_others():
+    scheduler, manager, runner = make(block_size=4, enable_prefix_caching=False)
+    request = with_forks("a", 18, 3, max_tokens=1)
+    scheduler.add(request)
+    assert [advance(scheduler, runner) for _ in range(2)] == [[("a0", 18)], [("a1", 1), ("a2", 1)]]
+    assert not scheduler.has_unfinished and manager.pool.num_blocks_in_use == 0
+
+
+def test_ids_of_all_answers_must_be_free_or_none_is_queued():
+    scheduler, _, _ = make()
+    scheduler.add(make_request("a1", 4))
+    with pytest.raises(ValueError, match="request_id is 'a1'"):
+        scheduler.add(with_forks("a", 4, 3))
+    assert list(scheduler.requests) == ["a1"]
 
 
 # Ends at any moment.
@@ -455,7 +554,7 @@ def test_request_aborted_while_its_step_runs_gets_nothing():
     output = scheduler.schedule()
     token_ids = runner.execute(output)
     scheduler.finish("a", FinishReason.ABORT)
-    [(request, _, _)] = scheduler.update(output, token_ids, [0.0, 0.0])
+    [(request, _, _)] = scheduler.update(output, token_ids, logprobs_of(output))
     assert request is second and first.num_output_tokens == 0
     scheduler.check()
     scheduler.finish("b", FinishReason.ABORT)
@@ -470,7 +569,7 @@ def test_id_of_an_aborted_request_can_be_used_again_while_its_step_runs():
     scheduler.finish("a", FinishReason.ABORT)
     again = make_request("a", 5, max_tokens=2)
     scheduler.add(again)
-    assert scheduler.update(output, token_ids, [0.0]) == []
+    assert scheduler.update(output, token_ids, logprobs_of(output)) == []
     assert [request for request, _, _ in run_all(scheduler, runner)] == [again, again]
 
 
@@ -527,7 +626,7 @@ def test_deferred_request_goes_on_if_its_owner_is_preempted():
     thief = manager.pool.allocate(manager.num_free_blocks)
     while not scheduler.num_preemptions:
         output = scheduler.schedule()
-        scheduler.update(output, runner.execute(output), [0.0] * len(output.scheduled))
+        scheduler.update(output, runner.execute(output), logprobs_of(output))
     assert [request.request_id for request in output.preempted] == ["owner"]
     assert not scheduler._deferred
     manager.pool.free(thief)
@@ -552,7 +651,7 @@ def test_deferrals_per_step_are_bounded():
         scheduler.add(make_request(str(index), [5] * 40, max_tokens=1))
     output = scheduler.schedule()
     assert sum(map(len, scheduler._deferred.values())) == MAX_DEFERRALS_PER_STEP
-    scheduler.update(output, runner.execute(output), [0.0])
+    scheduler.update(output, runner.execute(output), logprobs_of(output))
     run_all(scheduler, runner)
 
 
@@ -571,7 +670,7 @@ def test_fork_continues_from_the_parents_tokens():
     output = scheduler.schedule()
     assert planned(output) == [("a", 1), ("b", 1)] and len(output.copies) == 1
     assert manager.pool.num_shared_blocks == 1
-    scheduler.update(output, runner.execute(output), [0.0, 0.0])
+    scheduler.update(output, runner.execute(output), logprobs_of(output))
     run_all(scheduler, runner)
     assert child.num_output_tokens == 5
 
@@ -739,18 +838,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "", "salt"]),
         priority=st.integers(0, 2),
         stop_token_ids=st.sampled_from([frozenset(), frozenset({2})]),
+        num_samples=st.sampled_from([1, 1, 2, 4]),
     )
-    def add(self, prompt, max_tokens, seed, salt, priority, stop_token_ids):
-        request = make_request(
-            self.new_id(),
-            prompt[: self.max_model_len - 1],
-            max_tokens=max_tokens,
-            seed=seed,
-            cache_salt=salt,
-            priority=priority,
-            stop_token_ids=stop_token_ids,
-        )
-        self.scheduler.add(request)
+    def add(self, prompt, max_tokens, seed, salt, priority, stop_token_ids, num_samples):
+        requests = [
+            make_request(
+                self.new_id(),
+                prompt[: self.max_model_len - 1],
+                max_tokens=max_tokens,
+                seed=seed + 10 * index,
+                cache_salt=salt,
+                priority=priority,
+                stop_token_ids=stop_token_ids,
+            )
+            for index in range(num_samples)
+        ]
+        requests[0].forks = requests[1:]
+        for child in requests[1:]:
+            self.runner.parents[child.request_id] = requests[0].request_id
+        self.scheduler.add(requests[0])
 
     @precondition(lambda self: self.under_way is None)
     @rule()
@@ -771,8 +877,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def update(self):
         output, token_ids = self.under_way
         self.under_way = None
-        logprobs = [-1.0] * len(token_ids)
-        for request, new, _ in self.scheduler.update(output, token_ids, logprobs):
+        for request, new, _ in self.scheduler.update(output, token_ids, logprobs_of(output)):
             streamed = self.answers.setdefault(
                 request.request_id, request.output_token_ids[: -len(new)]
             )

@@ -74,7 +74,7 @@ def test_answers_are_those_of_transformers(variant, tiny_model, goldens):
     engine = shared_engine(tiny_model(variant))
     answers = goldens(f"tiny-{variant}")["answers"]
     for request, golden in zip(run(engine, answers), answers, strict=True):
-        assert_same_answer(golden, request.output_token_ids, request.logprobs)
+        assert_same_answer(golden, request.output_token_ids, request.token_logprobs)
     with_logits = [answer for answer in answers if "logits_after_prompt" in answer]
     assert len(with_logits) >= 2
     ours = logits_after(engine, [answer["prompt_token_ids"] for answer in with_logits])
@@ -90,7 +90,7 @@ def test_bfloat16_runs_and_is_close(variant, tiny_model, goldens):
     answers = goldens(f"tiny-{variant}")["answers"]
     for request, golden in zip(run(engine, answers), answers, strict=True):
         assert len(request.output_token_ids) == len(golden["token_ids"])
-        assert np.isfinite(request.logprobs).all()
+        assert np.isfinite(request.token_logprobs).all()
     with_logits = [answer for answer in answers if "logits_after_prompt" in answer]
     ours = logits_after(engine, [answer["prompt_token_ids"] for answer in with_logits])
     for logits, golden in zip(ours, with_logits, strict=True):

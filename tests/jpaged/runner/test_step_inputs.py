@@ -5,11 +5,20 @@ import numpy as np
 import pytest
 
 from jpaged.request import Request, ScheduledRequest
-from jpaged.runner.step_inputs import Bucket, BucketTable, StepInputsBuilder, buffer_size, unpack
+from jpaged.runner.sampling_state import IN_PROMPT
+from jpaged.runner.step_inputs import (
+    Bucket,
+    BucketTable,
+    RowFlag,
+    StepInputsBuilder,
+    buffer_size,
+    unpack,
+)
 from jpaged.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 MAX_BLOCKS = 6
+VOCAB_SIZE = 400
 
 
 def table(max_num_seqs: int, max_num_batched_tokens: int, **ladders) -> BucketTable:
@@ -105,7 +114,9 @@ class Step:
 @pytest.fixture
 def builder() -> StepInputsBuilder:
     buckets = table(4, 16, decode_rows=(2,), mixed_tokens=(8,))
-    return StepInputsBuilder(buckets=buckets, block_size=BLOCK_SIZE, max_num_seqs=4)
+    return StepInputsBuilder(
+        buckets=buckets, block_size=BLOCK_SIZE, max_num_seqs=4, vocab_size=VOCAB_SIZE
+    )
 
 
 def test_mixed_step_is_laid_out_row_by_row_and_padded(builder):
@@ -132,6 +143,9 @@ def test_mixed_step_is_laid_out_row_by_row_and_padded(builder):
     )
     np.testing.assert_array_equal(inputs.logits_indices, [0, 5, 9, 0])
     np.testing.assert_array_equal(inputs.sampling.positions, [9, 8, 4, 0])
+    np.testing.assert_array_equal(inputs.sampling.samples, [1, 0, 1, 0])
+    np.testing.assert_array_equal(inputs.sampling.rows, [2, 0, 3, 0])
+    np.testing.assert_array_equal(inputs.sampling.num_prompt_tokens, [9, 10, 4, 0])
 
 
 def test_decode_step_is_one_token_per_row(builder):
@@ -178,7 +192,7 @@ def test_sampling_parameters_stand_in_the_requests_row_and_padding_is_greedy(bui
     np.testing.assert_array_equal(
         sampling.seed[:, 0].view(np.uint32), np.uint32([0x76543210, 0xFEDCBA98])
     )
-    np.testing.assert_array_equal(sampling.wants_logprobs, [1, 0, 0, 0])
+    np.testing.assert_array_equal(sampling.flags, [RowFlag.LOGPROBS, 0, 0, 0])
 
 
 def test_recycled_row_takes_the_sampling_parameters_of_its_new_owner(builder):
@@ -190,11 +204,66 @@ def test_recycled_row_takes_the_sampling_parameters_of_its_new_owner(builder):
     sampling = second.build()[2].sampling
     assert sampling.temperature[0] == np.float32(0.8) and sampling.top_p[0] == np.float32(0.5)
     assert sampling.top_k[0] == 0 and sampling.seed[0, 0] == 2
-    assert sampling.wants_logprobs[0] == 0
+    assert sampling.flags[0] == 0
     # The first owner may come back to the same row after a preemption.
     sampling = builder.build(first.scheduled, first.block_tables)
     sampling = unpack(sampling[1], sampling[0], MAX_BLOCKS).sampling
     assert sampling.temperature[0] == np.float32(0.5) and sampling.top_k[0] == 7
+
+
+FLAGS = [
+    ({}, 0),
+    ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, 0),
+    ({"repetition_penalty": 1.1}, RowFlag.COUNTS),
+    ({"presence_penalty": 0.1}, RowFlag.COUNTS),
+    ({"frequency_penalty": -0.1}, RowFlag.COUNTS),
+    ({"logit_bias": {1: 1.0}}, RowFlag.BIASES),
+    ({"allowed_token_ids": [1]}, RowFlag.BIASES),
+    ({"bad_words": ["x"]}, RowFlag.BIASES),
+    ({"min_tokens": 1}, RowFlag.BIASES),
+    ({"logprobs": 0}, RowFlag.LOGPROBS),
+    ({"logprobs": 3}, RowFlag.LOGPROBS | RowFlag.ALTERNATIVES),
+    ({"logprobs": -1}, RowFlag.LOGPROBS | RowFlag.ALTERNATIVES),
+    ({"n": 2, "best_of": 2}, 0),
+    ({"n": 2, "best_of": 3}, RowFlag.LOGPROBS),
+]
+
+
+@pytest.mark.parametrize(("params", "flags"), FLAGS)
+def test_row_says_what_the_sampler_must_do_for_it(builder, params, flags):
+    step = Step(builder)
+    step.add(1, [1, 2], 1, 1, **params)
+    assert step.build()[2].sampling.flags[0] == flags
+    names = {line.name for line in builder.state_lines}
+    assert names == {
+        name
+        for name, flag in (("counts", RowFlag.COUNTS), ("biases", RowFlag.BIASES))
+        if flags & flag
+    }
+    assert {line.row for line in builder.state_lines} <= {1}
+
+
+def test_state_of_a_row_is_written_when_it_is_claimed_and_when_its_biases_change(builder):
+    step = Step(builder)
+    params = {"min_tokens": 2, "presence_penalty": 1.0, "logit_bias": {9: 2.0}}
+    request = step.add(2, [5, 5, 6], 2, 1, **params)
+    request.end_token_ids = frozenset({7})
+    step.build()
+    lines = {line.name: line.line for line in builder.state_lines}
+    assert len(builder.state_lines) == 2
+    assert {i: c for i, c in enumerate(lines["counts"]) if c} == {5: IN_PROMPT, 6: IN_PROMPT}
+    assert {i: b for i, b in enumerate(lines["biases"]) if b} == {7: -np.inf, 9: 2.0}
+    builder.state_lines.clear()
+    for num_tokens, expected in ((4, []), (5, [{9: 2.0}]), (6, [])):
+        request.token_ids.append(8)
+        assert request.num_tokens == num_tokens
+        step.scheduled[0] = ScheduledRequest(request, num_tokens - 1, 1, True)
+        step.block_tables[2, 1] = 20
+        step.build()
+        assert [
+            {i: b for i, b in enumerate(line.line) if b} for line in builder.state_lines
+        ] == expected
+        builder.state_lines.clear()
 
 
 def test_step_that_no_bucket_takes_is_our_own_bug(builder):

@@ -1,0 +1,111 @@
+"""Checks what a request asks against what the model and the engine offer.
+
+What is wrong whatever the model is, `SamplingParams` has refused already.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from jpaged.runner.logits_processor import LogitsProcessor
+from jpaged.runner.step_inputs import RowFlag
+from jpaged.sampling_params import SamplingParams
+
+
+def index_processors(processors: Sequence[LogitsProcessor]) -> dict[str, LogitsProcessor]:
+    """The engine's logits processors by name.
+
+    Raises:
+        ValueError: If there are too many, two of a name, or something else among them.
+    """
+    if len(processors) > RowFlag.MAX_PROCESSORS:
+        raise ValueError(
+            f"logits_processors has {len(processors)} entries; an engine takes at most "
+            f"{RowFlag.MAX_PROCESSORS}"
+        )
+    by_name: dict[str, LogitsProcessor] = {}
+    for processor in processors:
+        if not isinstance(processor, LogitsProcessor):
+            raise ValueError(f"logits_processors holds {processor!r}; give LogitsProcessor objects")
+        if processor.name in by_name:
+            raise ValueError(f"logits_processors holds two of the name {processor.name!r}")
+        by_name[processor.name] = processor
+    return by_name
+
+
+def check_params(
+    params: SamplingParams,
+    bad_words: tuple[tuple[int, ...], ...],
+    end_token_ids: frozenset[int],
+    *,
+    num_tokens_known: int,
+    max_logprobs: int,
+    processors: Mapping[str, LogitsProcessor],
+) -> None:
+    """Checks ids, numbers of log-probabilities and arguments of logits processors.
+
+    Args:
+        params: What is asked for.
+        bad_words: The ids of `params.bad_words`.
+        end_token_ids: Ids that `params.min_tokens` excludes at first.
+        num_tokens_known: Ids from here on can never be sampled.
+        max_logprobs: As `EngineConfig.max_logprobs`.
+        processors: The engine's, by name.
+
+    Raises:
+        ValueError: Naming field, value and range.
+    """
+    _check_ids(params, bad_words, num_tokens_known)
+    if params.allowed_token_ids is not None:
+        excluded = {word[0] for word in bad_words if len(word) == 1}
+        if params.min_tokens:
+            excluded |= end_token_ids
+        if excluded.issuperset(params.allowed_token_ids):
+            raise ValueError(
+                f"SamplingParams.allowed_token_ids is {params.allowed_token_ids}; bad_words, or "
+                "stop ids with min_tokens, exclude all of them: allow another id"
+            )
+    for name, asked in (
+        ("logprobs", params.logprobs),
+        ("prompt_logprobs", params.prompt_logprobs),
+    ):
+        if asked is not None and max_logprobs >= 0 and not 0 <= asked <= max_logprobs:
+            raise ValueError(
+                f"SamplingParams.{name} is {asked}; EngineConfig.max_logprobs allows 0 to "
+                f"{max_logprobs}: ask for less, or start the engine with more"
+            )
+    for name, arguments in (params.extra_args or {}).items():
+        processor = processors.get(name)
+        if processor is None:
+            raise ValueError(
+                f"SamplingParams.extra_args names {name!r}; the engine's logits processors are "
+                f"{sorted(processors)}"
+            )
+        if len(arguments) != processor.num_arguments:
+            raise ValueError(
+                f"SamplingParams.extra_args holds {len(arguments)} numbers for {name!r}; this "
+                f"logits processor takes {processor.num_arguments}"
+            )
+
+
+def _check_ids(
+    params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], num_tokens_known: int
+) -> None:
+    if params.bad_words and not bad_words:
+        raise ValueError(
+            f"SamplingParams.bad_words is {params.bad_words}; the engine needs their ids too, as "
+            "bad_words= of add_request (Tokenizer.encode_bad_words makes them)"
+        )
+    if bad_words and not params.bad_words:
+        raise ValueError(
+            f"bad_words is {bad_words}, ids without texts; give SamplingParams.bad_words too"
+        )
+    for name, token_ids in (
+        ("logit_bias", params.logit_bias or ()),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("bad_words", [token_id for word in bad_words for token_id in word]),
+    ):
+        for token_id in token_ids:
+            if not 0 <= token_id < num_tokens_known:
+                raise ValueError(
+                    f"SamplingParams.{name} holds the id {token_id}; ids go from 0 to "
+                    f"{num_tokens_known - 1}"
+                )
