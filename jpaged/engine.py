@@ -26,7 +26,7 @@ from jpaged.config import EngineConfig, ModelConfig
 from jpaged.core.kv_cache_manager import KVCacheManager
 from jpaged.core.scheduler import Scheduler
 from jpaged.models.registry import find_family
-from jpaged.request import FinishReason, Request, SchedulerOutput, StepOutput
+from jpaged.request import NO_TOKEN, FinishReason, Request, SchedulerOutput, StepOutput
 from jpaged.runner import kv_cache
 from jpaged.runner.compile_plan import CompilationCounter, enable_persistent_cache
 from jpaged.runner.logits_processor import LogitsProcessor
@@ -434,9 +434,9 @@ class Engine:
             raise
         executed = time.perf_counter()
         with self._changing_scheduler():
-            scored = self._score_prompts(output, result) if self._unscored else []
+            if self._unscored:
+                self._score_prompts(output, result)
             outputs = self.scheduler.update(output, result.token_ids, result.logprobs)
-        outputs += scored
         ended = time.perf_counter()
 
         self.last_bucket = bucket
@@ -450,18 +450,12 @@ class Engine:
         stats.used_slot_s += used * (ended - started)
         return outputs
 
-    def _score_prompts(self, output: SchedulerOutput, result: StepResult) -> list[StepOutput]:
-        """Collects log-probabilities of the step's prompt tokens for those who want them.
-
-        Returns:
-            An entry for each request that only wanted these and has them all: it ends.
-        """
-        outputs: list[StepOutput] = []
-        first = 0
-        for request, start, num_tokens, _ in output.scheduled:
+    def _score_prompts(self, output: SchedulerOutput, result: StepResult) -> None:
+        """Collects log-probabilities of the step's prompt tokens for those who want them."""
+        first = 0  # index among the step's tokens of the request's first one
+        for row, (request, start, num_tokens, _) in enumerate(output.scheduled):
             if request.request_id in self._unscored:
-                # Hidden state i of the step belongs to token `start + i - first` of the request,
-                # and predicts the token after it.
+                # The model's output for token p of a request predicts token p + 1.
                 params = request.params
                 begin = max(start, params.prompt_logprob_start + len(request.prompt_logprobs))
                 end = min(start + num_tokens, request.num_prompt_tokens - 1)
@@ -476,10 +470,8 @@ class Engine:
                     del self._unscored[request.request_id]
                     request.max_cached_tokens = request.num_prompt_tokens
                     if request.max_tokens == 0:
-                        self.scheduler.finish(request.request_id, FinishReason.LENGTH)
-                        outputs.append((request, [], ()))
+                        result.token_ids[row] = NO_TOKEN
             first += num_tokens
-        return outputs
 
     def _check_alive(self) -> None:
         if self._is_closed:

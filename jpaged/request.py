@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from jpaged.sampling_params import SamplingParams
 
+NO_TOKEN = -1
+"""Sampled where there is no token: all are excluded, the logits are not finite, none is wanted."""
+
 
 class Status(enum.Enum):
     """Where a request stands."""

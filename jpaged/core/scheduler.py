@@ -302,8 +302,8 @@ class Scheduler:
         Args:
             output: What `schedule` returned last.
             token_ids: Entry i is the token sampled for `output.scheduled[i]`, a plain int, of no
-                meaning where that does not sample. More entries are padding. -1 stands for no
-                token: it ends the request.
+                meaning where that does not sample. More entries are padding. `NO_TOKEN` ends
+                the request: an error, unless it has `max_tokens` 0.
             logprobs: Their log-probabilities; `None` where they are not asked for.
 
         Returns:
@@ -330,7 +330,10 @@ class Scheduler:
                 self._fork_all(request)
             request_token_ids = request.token_ids
             if token_id < 0:
-                self.finish(request.request_id, FinishReason.ERROR, NO_TOKEN_REASON)
+                if request.max_tokens == 0:
+                    self.finish(request.request_id, FinishReason.LENGTH)
+                else:
+                    self.finish(request.request_id, FinishReason.ERROR, NO_TOKEN_REASON)
                 outputs.append((request, [], ()))
                 continue
             request_token_ids.append(token_id)

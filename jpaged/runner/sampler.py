@@ -15,12 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jpaged.request import NO_TOKEN
 from jpaged.runner.logits_processor import LogitsContext, LogitsProcessor
 from jpaged.runner.sampling_state import IN_PROMPT, SamplingState
 from jpaged.runner.step_inputs import RowFlag, SamplingInputs
-
-NO_TOKEN = -1
-"""Sampled where no token can be: all are excluded, or the logits are not finite."""
 
 _CHUNK = 256  # ids per partial sum of the cumulative distribution
 

@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 
 from jpaged.sampling_params import SamplingParams
-from tests.invariance.engines import Job, answer, assert_naive, finish, shared_engine
+from tests.invariance.engines import Job, add_job, answer, assert_naive, finish, shared_engine
 
 SEEDED = SamplingParams(temperature=0.9, seed=42, max_tokens=32, ignore_eos=True, logprobs=0)
 UNSEEDED = dataclasses.replace(SEEDED, seed=None, logprobs=None)
@@ -39,8 +39,8 @@ def test_h09_a_seed_holds_whatever_the_neighbours_do(tiny_model):
         for request in seeded:
             assert request.output_token_ids == alone.output_token_ids
     # A neighbour that leaves halfway.
-    engine.add_request("leaves", *others[0])
-    stays = engine.add_request("stays", *job)
+    add_job(engine, "leaves", others[0])
+    stays = add_job(engine, "stays", job)
     for _ in range(10):
         engine.step()
     engine.abort("leaves")

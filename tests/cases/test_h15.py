@@ -42,8 +42,24 @@ def test_h15_every_chat_road_has_the_templates_beginning_and_no_other(gemma_styl
     [chat] = gemma_style.chat(MESSAGES, PARAMS)
     [messages] = gemma_style.generate([MESSAGES], PARAMS)
     [ids] = gemma_style.generate([from_text], PARAMS)
-    for output in (chat, messages, ids):
+    [named] = gemma_style.generate({"prompt_token_ids": from_text}, PARAMS)
+    for output in (chat, messages, ids, named):
         assert output.prompt_token_ids == from_text
+
+
+def test_h15_no_option_of_a_chat_adds_a_beginning(gemma_style):
+    """H-15: one beginning where the template writes it, none where it does not."""
+    tokenizer = gemma_style.tokenizer
+    answer = [*MESSAGES, {"role": "model", "content": "he"}]
+    continued = tokenizer.encode_chat(
+        answer, add_generation_prompt=False, continue_final_message=True
+    )
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello world"}]}]
+    for ids in (continued, tokenizer.encode_chat(parts)):
+        assert ids[0] == BOS and ids.count(BOS) == 1
+    assert tokenizer.encode_chat(parts) == tokenizer.encode_chat(MESSAGES)
+    own = tokenizer.encode_chat(MESSAGES, chat_template="{{ messages[0]['content'] }}")
+    assert own == tokenizer.encode("hello world", add_special_tokens=False)
 
 
 def test_h15_tokenizer_without_a_beginning_adds_none(tiny_model, goldens):

@@ -35,6 +35,7 @@ class Job(NamedTuple):
 
     prompt: list[int]
     params: SamplingParams
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 def open_engine(directory: Path, **options: Any) -> Engine:
@@ -61,12 +62,14 @@ def shared_engine(directory: Path, **options: Any) -> Engine:
     return engine
 
 
+def add_job(engine: Engine, request_id: str, job: Job) -> Request:
+    """Queues one job."""
+    return engine.add_request(request_id, job.prompt, job.params, bad_words=job.bad_words)
+
+
 def add(engine: Engine, jobs: Iterable[Job], name: str = "job") -> list[Request]:
     """Queues jobs in their order."""
-    return [
-        engine.add_request(f"{name} {index}", prompt, params)
-        for index, (prompt, params) in enumerate(jobs)
-    ]
+    return [add_job(engine, f"{name} {index}", job) for index, job in enumerate(jobs)]
 
 
 def finish(engine: Engine) -> None:
@@ -94,4 +97,6 @@ def assert_naive(requests: Iterable[Request], variant: str = "gqa") -> None:
             dataclasses.replace(request.params, seed=request.seed),
             request.output_token_ids,
             request.token_logprobs if request.params.logprobs is not None else None,
+            bad_words=request.bad_words,
+            end_token_ids=request.end_token_ids,
         )

@@ -8,7 +8,7 @@ common with jpaged, except for the uniform number of a sampled token, which is d
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 
 from jpaged.sampling_params import SamplingParams
 from tests import tiny_models
+from tests.jpaged.runner import sampling_oracle
 from tests.oracle import NEAR_TIE
 
 # A draw closer than this to a border between two tokens may fall on either side.
@@ -132,11 +133,13 @@ def uniform(seed: int, position: int) -> float:
 
 
 def draw(logits: np.ndarray, params: SamplingParams, uniform: float) -> Draw:
-    """Chooses among all of `logits` `[V]`, by the definition of each parameter."""
+    """Chooses among all of `logits` `[V]`, edited already, by the definition of each parameter."""
     order = np.argsort(-logits, kind="stable")
     if params.is_greedy:
         return Draw(int(order[0]), float(logits[order[0]] - logits[order[1]]))
     probs = softmax(logits / params.temperature)
+    if params.min_p > 0.0:
+        probs = np.where(probs >= params.min_p * probs.max(), probs, 0.0)
     if params.top_k > 0:
         kth = probs[order[min(params.top_k, len(order)) - 1]]
         probs = np.where(probs >= kth, probs, 0.0)
@@ -157,6 +160,8 @@ def assert_answer(
     token_ids: Sequence[int],
     logprobs: Sequence[float] | None = None,
     *,
+    bad_words: Sequence[Sequence[int]] = (),
+    end_token_ids: Iterable[int] = (),
     num_tokens_known: int = tiny_models.NUM_TOKENS_KNOWN,
 ) -> None:
     """Asserts that an answer is the one that naive decoding gives, up to near-ties.
@@ -171,6 +176,8 @@ def assert_answer(
         params: What was asked; a sampled answer needs a seed.
         token_ids: The answer.
         logprobs: If given, of each id, to agree within 1e-3.
+        bad_words: Ids of each of `params.bad_words`.
+        end_token_ids: What `params.min_tokens` excludes.
         num_tokens_known: Ids from here on cannot be chosen.
     """
     logits = model.logits([*prompt, *token_ids])[len(prompt) - 1 : -1, :num_tokens_known]
@@ -178,7 +185,20 @@ def assert_answer(
         assert 0 <= token_id < num_tokens_known, f"step {step}: token {token_id} is not known"
         position = len(prompt) + step
         number = 0.0 if params.is_greedy else uniform(params.seed % 2**64, position)
-        expected, margin = draw(row, params, number)
+        asked = sampling_oracle.Row(
+            prompt_token_ids=prompt,
+            output_token_ids=token_ids[:step],
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias,
+            allowed_token_ids=params.allowed_token_ids,
+            bad_words=bad_words,
+            min_tokens=params.min_tokens,
+            end_token_ids=tuple(end_token_ids),
+        )
+        edited = sampling_oracle.edited_logits(row, asked)
+        expected, margin = draw(edited, params, number)
         assert token_id == expected or margin < NEAR_TIE, (
             f"step {step}: token {token_id}, expected {expected} by {margin}; "
             f"prompt {list(prompt)}, tokens {list(token_ids)}"

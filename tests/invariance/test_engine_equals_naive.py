@@ -15,6 +15,7 @@ from tests.invariance.engines import (
     SMALL_POOL,
     Job,
     add,
+    add_job,
     answer,
     assert_naive,
     finish,
@@ -24,17 +25,37 @@ from tests.invariance.engines import (
 ANSWER_LENGTH = 20
 
 
+# Sequences that greedy and sampled answers would hold otherwise; set so that bans really bite.
+BAD_WORDS = ((7,), (9, 10), *((first, second) for first in range(0, 256, 2) for second in (1, 3)))
+
+
 def params(kind: int, **changes) -> SamplingParams:
-    """Greedy and sampled requests in turn, each with log-probabilities."""
+    """Greedy and sampled requests in turn, with and without edits, each with log-probabilities."""
     asked = (
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 1000 + kind},
         {"temperature": 1.5, "top_k": 12, "seed": 2**63 + kind},
-        {"temperature": 0.9, "top_p": 0.8, "seed": -kind},
-    )[kind % 4]
-    return SamplingParams(
-        **{"max_tokens": ANSWER_LENGTH, "ignore_eos": True, "logprobs": 0} | asked | changes
-    )
+        {"temperature": 0.9, "top_p": 0.8, "seed": -2 - kind},
+        {"temperature": 0.0, "repetition_penalty": 1.5},
+        {"temperature": 1.0, "frequency_penalty": 0.7, "presence_penalty": 0.6, "min_p": 0.05,
+         "repetition_penalty": 0.8, "seed": kind},
+        {"temperature": 1.2, "allowed_token_ids": [*range(0, 200, 2)], "logit_bias": {4: 3, 6: -5},
+         "frequency_penalty": 2.0, "seed": kind},
+        {"temperature": 0.0, "bad_words": ["words"], "min_tokens": 10},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "presence_penalty": -1.5,
+         "bad_words": ["words"], "min_tokens": ANSWER_LENGTH, "seed": kind},
+    )[kind % 9]  # fmt: skip
+    asked = {"max_tokens": ANSWER_LENGTH, "ignore_eos": True, "logprobs": 0} | asked | changes
+    asked["min_tokens"] = min(asked.get("min_tokens", 0), asked["max_tokens"])
+    if asked["temperature"] == 0.0:
+        asked["n"] = 1
+    return SamplingParams(**asked)
+
+
+def make_job(prompt: list[int], kind: int, **changes) -> Job:
+    """What `params` says, with the ids of the bad words it names."""
+    asked = params(kind, **changes)
+    return Job(prompt, asked, BAD_WORDS if asked.bad_words else ())
 
 
 def make_jobs() -> list[Job]:
@@ -44,7 +65,7 @@ def make_jobs() -> list[Job]:
     prompts = [random.integers(0, 256, length).tolist() for length in lengths]
     shared = random.integers(0, 256, 40).tolist()
     prompts += [shared, shared[:32], shared + [1, 2, 3], shared, shared[:39] + [9]]
-    return [Job(prompt, params(kind)) for kind, prompt in enumerate(prompts)]
+    return [make_job(prompt, kind) for kind, prompt in enumerate(prompts)]
 
 
 JOBS = make_jobs()
@@ -102,7 +123,7 @@ def test_answers_do_not_depend_on_when_requests_arrive(tiny_model):
     engine = shared_engine(tiny_model("gqa"))
     requests = []
     for index, job in enumerate(JOBS):
-        requests.append(engine.add_request(str(index), *job))
+        requests.append(add_job(engine, str(index), job))
         for _ in range(index % 4):
             engine.step()
             engine.scheduler.check()
@@ -159,13 +180,15 @@ def test_random_traffic_gives_naive_answers(seed, tiny_model):
     random = np.random.default_rng(seed)
     stems = [random.integers(0, 256, 50).tolist() for _ in range(3)]
     requests = []
-    while len(requests) < 40 or engine.has_unfinished_requests:
+    while len(requests) < 60 or engine.has_unfinished_requests:
         action = random.random()
-        if action < 0.35 and len(requests) < 40:
+        if action < 0.35 and len(requests) < 60:
             stem = stems[int(random.integers(3))][: int(random.integers(0, 51))]
             prompt = stem + random.integers(0, 256, int(random.integers(1, 30))).tolist()
-            asked = params(len(requests), max_tokens=int(random.integers(1, 50)))
-            requests.append(engine.add_request(f"{seed}-{len(requests)}", prompt, asked))
+            max_tokens, n = int(random.integers(1, 50)), int(random.choice([1, 1, 2, 4]))
+            job = make_job(prompt, len(requests), max_tokens=max_tokens, n=n)
+            request = add_job(engine, f"{seed}-{len(requests)}", job)
+            requests += [request, *request.forks]
         elif action < 0.40 and requests:
             engine.abort(requests[int(random.integers(len(requests)))].request_id)
         elif action < 0.42:
@@ -176,3 +199,22 @@ def test_random_traffic_gives_naive_answers(seed, tiny_model):
     assert engine.kv_cache_manager.pool.num_blocks_in_use == 0
     assert sum(request.num_preemptions for request in requests) > 0
     assert_naive(requests)
+
+
+@pytest.mark.parametrize("arrangement", ["one call", "small pool", "without prefix cache"])
+def test_answer_of_a_group_is_the_answer_to_its_seed_alone(arrangement, tiny_model):
+    """Child i of n is the request with seed + i, in a crowd, preempted, cached or not."""
+    options = ARRANGEMENTS[arrangement]
+    engine = shared_engine(tiny_model("gqa"), **options)
+    prompt = np.random.default_rng(4).integers(0, 256, 37).tolist()
+    for kind in (1, 5, 6, 8):
+        job = make_job(prompt, kind, n=4)
+        [request] = answer(engine, [job])
+        [*_, beside] = answer(engine, [make_job(prompt[::-1], 3), make_job(prompt, 2), job])
+        for index, (entry, other) in enumerate(
+            zip([request, *request.forks], [beside, *beside.forks], strict=True)
+        ):
+            seed = (job.params.seed + index) % 2**64
+            [alone] = answer(engine, [make_job(prompt, kind, seed=seed)])
+            assert entry.output_token_ids == alone.output_token_ids == other.output_token_ids
+        assert_naive([request, *request.forks])

@@ -1,6 +1,7 @@
 import itertools
 import random
 
+import jaxtyping
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,6 +44,14 @@ def deltas_of(tokenizer: Tokenizer, chunks: list[list[int]], **params) -> tuple[
     return deltas, detokenizer.stop_reason
 
 
+@pytest.fixture
+def no_type_checks():
+    """The checks of every call would take twenty times as long as the calls."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
 def assert_stream_equals_decode(tokenizer: Tokenizer, num_sequences: int) -> None:
     """Random ids, some beyond the vocabulary, in random pieces, special ones skipped and not."""
     rng = random.Random(tokenizer.vocab_size)
@@ -63,16 +72,19 @@ def assert_stream_equals_decode(tokenizer: Tokenizer, num_sequences: int) -> Non
             assert text == expected, f"{ids}, cut at {cuts}, {skip=}"
 
 
+@pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_joined_deltas_equal_decode_over_ten_thousand_random_answers(kind):
     assert_stream_equals_decode(TOKENIZERS[kind], 10_000)
 
 
+@pytest.mark.usefixtures("no_type_checks")
 def test_joined_deltas_equal_decode_for_smollm2():
     with open_checkpoint("smollm2") as checkpoint:
         assert_stream_equals_decode(checkpoint.tokenizer(), 10_000)
 
 
+@pytest.mark.usefixtures("no_type_checks")
 def test_without_spaces_between_special_tokens_the_stream_equals_decode_too():
     rng = random.Random(0)
     for kind in ("word_piece", "no_decoder", "unigram", "byte_level"):
@@ -237,6 +249,7 @@ def test_exactly_what_may_begin_a_stop_string_is_held_back(text, stop):
         assert detokenizer.text == seen[: end - max(ends)]
 
 
+@pytest.mark.usefixtures("no_type_checks")
 def test_h14_stop_string_inside_tokens_is_never_shown():
     tokenizer = open_checkpoint("smollm2").tokenizer()
     text = (
@@ -296,7 +309,7 @@ def test_an_id_is_decoded_once_however_long_the_answer(kind, monkeypatch):
         lambda token_id: looked_up.append(token_id) or id_to_token(token_id),
     )
     monkeypatch.setattr(tokenizer, "decode", None)
-    detokenizer = Detokenizer(tokenizer, SamplingParams(stop="zzz"))
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop="zzz", skip_special_tokens=False))
     ids = tokenizer.encode("日本 hello " * 50, add_special_tokens=False)
     for token_id in ids:
         detokenizer.add([token_id])

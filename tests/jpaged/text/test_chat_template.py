@@ -179,7 +179,7 @@ def test_continued_message_ends_with_its_last_part():
     [
         (CHATML, "hi", {"add_generation_prompt": True}, "both True"),
         (CHATML, None, {}, r"messages\[1\] has no content"),
-        (CHATML, [], {}, r"messages\[1\] has no content"),
+        (FOR_PARTS, [], {}, r"messages\[1\] has no content"),
         ("{{ messages | length }}", "hi", {}, "writes no content"),
         (SHOUTS, "hi", {}, "as it is"),
         (DROPS, "hi", {}, "as it is"),

@@ -163,7 +163,7 @@ PIECES = (
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=1500)
+@settings(deadline=None, max_examples=1000)
 @given(
     configs=st.one_of(st.none(), st.lists(STEPS, max_size=4)),
     tokens=st.lists(st.sampled_from(PIECES), max_size=10),
