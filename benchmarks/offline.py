@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,18 @@ def make_engine(args: argparse.Namespace, workload: dict[str, Any]) -> Engine:
     return Engine.from_checkpoint(checkpoint, config, show_progress=sys.stderr.isatty())
 
 
-def run(engine: Engine, workload: dict[str, Any]) -> dict[str, Any]:
-    """Runs all requests to their end and sums up."""
+def run(
+    engine: Engine, workload: dict[str, Any], asked: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Runs all requests to their end and sums up.
+
+    Args:
+        engine: An idle one.
+        workload: As in the module's docstring.
+        asked: Fields of `SamplingParams` for all requests, with `bad_words_ids`; `None`: greedy.
+    """
+    asked = dict(asked or {"temperature": 0.0})
+    bad_words = asked.pop("bad_words_ids", ())
     engine.stats = EngineStats()
     scheduler, manager = engine.scheduler, engine.kv_cache_manager
     before = (scheduler.num_preemptions, manager.prefix_cache_queries, manager.prefix_cache_hits)
@@ -113,12 +124,12 @@ def run(engine: Engine, workload: dict[str, Any]) -> dict[str, Any]:
 
     def submit(entries: list[dict[str, Any]]) -> None:
         for entry in entries:
-            params = SamplingParams(
-                temperature=0.0, max_tokens=entry["max_tokens"], ignore_eos=True
-            )
+            params = SamplingParams(max_tokens=entry["max_tokens"], ignore_eos=True, **asked)
             request_id = str(entry["id"])
             submit_times[request_id] = time.perf_counter()
-            requests.append(engine.add_request(request_id, entry["prompt"], params))
+            requests.append(
+                engine.add_request(request_id, entry["prompt"], params, bad_words=bad_words)
+            )
 
     todo = list(workload["requests"])
     started = time.perf_counter()

@@ -74,6 +74,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="continue the text as it is, without the model's chat template",
     )
     _add_model(generate)
+    generate.add_argument("-n", type=int, metavar="N", help="answers to each prompt (default: 1)")
     _add_sampling(generate, max_tokens=256, temperature=0.0)
     _add_engine(generate)
     generate.set_defaults(run=_generate)
@@ -104,39 +105,40 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float) -> None:
-    group = parser.add_argument_group("sampling")
-    add = group.add_argument
-    add(
-        "--max-tokens",
-        type=int,
-        default=max_tokens,
-        metavar="N",
-        help="tokens to generate at most (default: %(default)s)",
+    group = parser.add_argument_group(
+        "sampling", "where the model's generation_config.json says something, that is the default"
     )
-    add(
-        "--temperature",
-        type=float,
-        default=temperature,
-        metavar="X",
-        help="0 takes the most likely token; higher is more varied (default: %(default)s)",
+    parser.set_defaults(fallbacks={"max_tokens": max_tokens, "temperature": temperature})
+    numbers = (
+        ("--max-tokens", int, f"tokens to generate at most (default: {max_tokens})"),
+        ("--min-tokens", int, "tokens to generate at least (default: 0)"),
+        (
+            "--temperature",
+            float,
+            f"0 takes the most likely token; higher is more varied (default: {temperature})",
+        ),
+        ("--top-k", int, "sample among the N most likely tokens (default: all)"),
+        ("--top-p", float, "sample among the likeliest tokens that make up this probability"),
+        ("--min-p", float, "sample among tokens at least this much as likely as the likeliest"),
+        ("--repetition-penalty", float, "above 1: rather none that prompt or answer hold already"),
+        ("--presence-penalty", float, "above 0: rather none that the answer holds already"),
+        ("--frequency-penalty", float, "the same, as often as the answer holds it"),
+        ("--seed", int, "makes a sampled answer repeatable"),
     )
-    add("--top-k", type=int, default=0, metavar="N", help="sample among the N most likely (0: all)")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="sample among the likeliest tokens that make up this probability",
-    )
-    add("--seed", type=int, metavar="N", help="makes a sampled answer repeatable")
-    add(
+    for flag, kind, text in numbers:
+        group.add_argument(flag, type=kind, metavar="N" if kind is int else "X", help=text)
+    group.add_argument(
         "--stop",
         action="append",
-        default=[],
         metavar="TEXT",
         help="end the answer before this text (may be repeated)",
     )
-    add("--ignore-eos", action="store_true", help="do not end at the model's end of sequence")
+    group.add_argument(
+        "--ignore-eos",
+        action="store_const",
+        const=True,
+        help="do not end at the model's end of sequence",
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -169,9 +171,13 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in names - {"seed"}}
 
 
-def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+def _read_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `SamplingParams` that were given; a mistake shows before the model loads."""
     names = {field.name for field in fields(SamplingParams)}
-    return SamplingParams(**{name: value for name, value in vars(args).items() if name in names})
+    given = {name: value for name, value in vars(args).items() if name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    SamplingParams(**{"max_tokens": None, **given})
+    return given
 
 
 def _make_llm(args: argparse.Namespace):
@@ -191,7 +197,7 @@ def _make_llm(args: argparse.Namespace):
 
 
 def _generate(args: argparse.Namespace) -> int:
-    params = _sampling_params(args)
+    given = _read_sampling(args)
     prompts = args.prompts
     if not prompts:
         if sys.stdin.isatty():
@@ -200,24 +206,28 @@ def _generate(args: argparse.Namespace) -> int:
     if not all(prompts):
         raise ValueError("PROMPT is empty; give a text to answer")
     with _make_llm(args) as llm:
+        params = SamplingParams(**{**args.fallbacks, **llm.model_defaults, **given})
         has_template = llm.tokenizer is not None and llm.tokenizer.chat_template is not None
         if args.raw or not has_template:
             asked: list[Any] = prompts
         else:
             asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        if len(prompts) == 1:
+        if len(prompts) == params.n == 1:
             _, was_interrupted = _print_stream(llm, asked[0], params)
             return 130 if was_interrupted else 0
         for prompt, output in zip(prompts, llm.generate(asked, params), strict=True):
-            print(f"> {prompt}\n{output.outputs[0].text}\n")
+            print(f"> {prompt}")
+            for completion in output.outputs:
+                print(f"{completion.text}\n")
     return 0
 
 
 def _chat(args: argparse.Namespace) -> int:
-    params = _sampling_params(args)
+    given = _read_sampling(args)
     is_interactive = sys.stdin.isatty()
     messages = [{"role": "system", "content": args.system}] if args.system else []
     with _make_llm(args) as llm:
+        params = SamplingParams(**{**args.fallbacks, **llm.model_defaults, **given})
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise ValueError(
                 f"model {args.model!r} has no chat template; use jpaged generate --raw"

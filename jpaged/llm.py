@@ -23,7 +23,7 @@ from jpaged.outputs import RequestOutput, ScoreOutput
 from jpaged.request import Request
 from jpaged.runner.logits_processor import LogitsProcessor
 from jpaged.runner.step_inputs import Bucket
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams, read_generation_config
 from jpaged.text.tokenizer import Tokenizer
 
 Chat = Sequence[Mapping[str, Any]]
@@ -52,6 +52,7 @@ class LLM:
     Attributes:
         engine: The engine, for those who step themselves.
         tokenizer: The model's tokenizer; `None` for a module that came without one.
+        model_defaults: Fields of `SamplingParams` that the model's generation_config.json sets.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class LLM:
                 f"generation_config is {generation_config!r}; it must be 'auto' (the checkpoint's) "
                 "or 'vllm' (none)"
             )
-        defaults = dict(override_generation_config or {})
-        self._default_params = SamplingParams.from_generation_config(defaults)
+        overrides = dict(override_generation_config or {})
+        self.model_defaults = read_generation_config(overrides)
         if isinstance(model, nnx.Module):
             if revision is not None:
                 raise ValueError(f"revision is {revision!r}; a module in memory has no revisions")
@@ -105,8 +106,8 @@ class LLM:
             if self.tokenizer is None:
                 self.tokenizer = checkpoint.tokenizer()
             if generation_config == "auto":
-                self._default_params = SamplingParams.from_generation_config(
-                    checkpoint.generation_config | defaults
+                self.model_defaults = read_generation_config(
+                    checkpoint.generation_config | overrides
                 )
             self.engine = Engine.from_checkpoint(
                 checkpoint,
@@ -319,11 +320,11 @@ class LLM:
     @property
     def default_params(self) -> SamplingParams:
         """Used where none are given: the model's generation_config.json, as in vLLM."""
-        return self._default_params
+        return SamplingParams(**self.model_defaults)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """`default_params`, under vLLM's name."""
-        return self._default_params
+        return self.default_params
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -463,7 +464,7 @@ class LLM:
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
         if params is None:
-            params = self._default_params
+            params = self.default_params
         params = _repeat(params, count, "sampling_params")
         for param in params:
             if not isinstance(param, SamplingParams):

@@ -12,6 +12,7 @@ Text becomes token ids, and what is too long is cut, as in lm-eval's own adapter
 can be compared with theirs.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -57,8 +58,9 @@ class JpagedLM(TemplateLM):
         pretrained: str | LLM = "smollm2",
         *,
         max_gen_toks: int = 256,
-        chat_template_args: Mapping[str, Any] | None = None,
+        chat_template_args: Mapping[str, Any] | str | None = None,
         batch_size: int | str | None = None,
+        device: str | None = None,
         **options: Any,
     ):
         """Loads a model, or takes one that is loaded.
@@ -66,9 +68,12 @@ class JpagedLM(TemplateLM):
         Args:
             pretrained: What `LLM` takes as its `model`, or an `LLM`.
             max_gen_toks: Tokens to generate at most, for tasks that do not say.
-            chat_template_args: Variables of the chat template, e.g. `{"enable_thinking": False}`.
-            batch_size: Not used: the engine batches by itself, up to `max_num_seqs`. It is taken
-                because lm-eval's command line always sends one, 1 by default.
+            chat_template_args: Variables of the chat template, e.g. `{"enable_thinking": False}`,
+                or their JSON, which is how the command line hands them over.
+            batch_size: Not used, since the engine batches by itself, up to `max_num_seqs`; but
+                lm-eval's command line always sends one, 1 by default.
+            device: Not used, since JAX decides (`JAX_PLATFORMS`); but lm-eval's command line always
+                sends one, "cuda:0" by default.
             **options: As for `LLM`; none beside an `LLM`.
 
         Raises:
@@ -82,12 +87,14 @@ class JpagedLM(TemplateLM):
         self.llm = pretrained
         self.max_length: int = self.llm.engine.max_model_len
         self._max_gen_toks = max_gen_toks
+        if isinstance(chat_template_args, str):
+            chat_template_args = json.loads(chat_template_args)
         self._chat_template_args = dict(chat_template_args or {})
         self.tokenizer = self.llm.get_tokenizer()
         self._prefix = self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
 
     @property
-    def eot_token_id(self) -> int | None:
+    def eot_token_id(self) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The end-of-sequence token."""
         return self.tokenizer.eos_token_id
 
@@ -142,13 +149,13 @@ class JpagedLM(TemplateLM):
             [
                 (None, *make_disjoint_window(window))
                 for window in get_rolling_token_windows(
-                    self.tok_encode(text, add_special_tokens=False),
+                    self.tok_encode(request.args[0], add_special_tokens=False),
                     prefix_token=self.prefix_token_id,
                     max_seq_len=self.max_length - 1,
                     context_len=1,
                 )
             ]
-            for (text,) in (request.args for request in requests)
+            for request in requests
         ]
         flat = [window for text_windows in windows for window in text_windows]
         scores = iter(self._loglikelihood_tokens(flat, disable_tqdm))
@@ -162,10 +169,10 @@ class JpagedLM(TemplateLM):
         """Answers each prompt up to one of its `until` strings, an end token or `max_gen_toks`."""
         prompts: list[list[int]] = []
         params: list[SamplingParams] = []
-        for context, gen_kwargs in (request.args for request in requests):
-            kwargs = normalize_gen_kwargs(gen_kwargs, self._max_gen_toks)
+        for request in requests:
+            kwargs: dict[str, Any] = {**normalize_gen_kwargs(request.args[1], self._max_gen_toks)}
             params.append(self._sampling_params(**kwargs))
-            prompt = self.tok_encode(context) or [self.prefix_token_id]
+            prompt = self.tok_encode(request.args[0]) or [self.prefix_token_id]
             prompts.append(self._fit(prompt, kwargs["max_gen_toks"]))
         answers = [""] * len(requests)
         with self._bar("generate_until", len(requests), disable_tqdm) as bar:

@@ -159,29 +159,6 @@ class SamplingParams:
             self._set("seed", None)
         self._check_together()
 
-    @classmethod
-    def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingParams":
-        """The defaults that a model brings, as vLLM reads them.
-
-        Args:
-            config: generation_config.json. What in it does not belong to sampling is passed over,
-                and so is `do_sample`, as in vLLM.
-
-        Raises:
-            ValueError: If a value is out of range.
-        """
-        known = {
-            name: config[key]
-            for key, name in _GENERATION_CONFIG_KEYS.items()
-            if config.get(key) is not None
-        }
-        try:
-            return cls(**known)
-        except ValueError as error:
-            raise ValueError(
-                f"generation_config.json: {error}. Correct it with override_generation_config"
-            ) from error
-
     def _check_together(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
             raise _error("best_of", self.best_of, f"must be at least n, which is {self.n}")
@@ -244,6 +221,30 @@ class SamplingParams:
     def num_logprobs(self) -> int | None:
         """`logprobs`, or 0 where those of the chosen tokens are needed though not asked for."""
         return 0 if self.logprobs is None and self.num_samples > self.n else self.logprobs
+
+
+def read_generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `SamplingParams` that a model brings defaults for, as vLLM reads them.
+
+    Args:
+        config: generation_config.json. What in it does not belong to sampling is passed over, and
+            so is `do_sample`, as in vLLM.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+    fields = {
+        name: config[key]
+        for key, name in _GENERATION_CONFIG_KEYS.items()
+        if config.get(key) is not None
+    }
+    try:
+        SamplingParams(**fields)
+    except ValueError as error:
+        raise ValueError(
+            f"generation_config.json: {error}. Correct it with override_generation_config"
+        ) from error
+    return fields
 
 
 def _whole_number(name: str, value: object, minimum: int, maximum: int) -> int:

@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from jpaged import cli
+from jpaged.llm import LLM
+from jpaged.sampling_params import SamplingParams
 from tests.invariance.engines import LIMITS
 
 ENGINE = [
@@ -232,3 +234,43 @@ def test_help_and_mistakes_do_not_wait_for_jax_to_be_imported():
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert process.returncode == 2, process.stderr
     assert "top_p is 2.0" in process.stderr
+
+
+def test_models_own_defaults_come_before_the_commands_and_after_what_is_given(
+    tiny_model, tmp_path, capsys, monkeypatch
+):
+    for file in tiny_model("gqa").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"max_new_tokens": 3, "temperature": 0.5, "top_k": 4}')
+    asked = []
+    stream = LLM.stream
+
+    def spy(llm, prompts, params, **options):
+        asked.extend(params)
+        return stream(llm, prompts, params, **options)
+
+    monkeypatch.setattr(LLM, "stream", spy)
+    command = ["generate", "Hi", "--raw", "--model", str(tmp_path), *ENGINE]
+    for flags in ([], ["--top-k", "7", "--seed", "1"], ["-n", "2", "--min-p", "0.1"]):
+        assert cli.main([*command, *flags]) == 0
+    assert asked == [
+        SamplingParams(max_tokens=3, temperature=0.5, top_k=4),
+        SamplingParams(max_tokens=3, temperature=0.5, top_k=7, seed=1),
+        SamplingParams(max_tokens=3, temperature=0.5, top_k=4, n=2, min_p=0.1),
+    ]
+    assert cli.main([*command, "--top-p", "0"]) == 2
+    assert "top_p is 0.0" in capsys.readouterr().err
+
+
+def test_several_answers_are_printed_below_their_prompt(tiny_model, capsys):
+    command = ["generate", "Hi", "--raw", "--model", str(tiny_model("gqa")), *ENGINE]
+    sampled = ["--temperature", "1", "--seed", "1", "--max-tokens", "4", "--ignore-eos"]
+    assert cli.main([*command, *sampled, "-n", "3"]) == 0
+    several = capsys.readouterr().out
+    for seed in ("1", "2", "3"):
+        assert cli.main([*command, *sampled, "--seed", seed]) == 0
+        assert capsys.readouterr().out.rstrip("\n") in several
+    assert several.startswith("> Hi\n")
+    assert cli.main([*command, "-n", "2", "--temperature", "0"]) == 2
+    assert "n is 2; it must be 1 at temperature 0" in capsys.readouterr().err

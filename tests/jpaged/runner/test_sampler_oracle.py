@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpaged.request import Request
-from jpaged.runner.sampler import NO_TOKEN, Sampled, sample
+from jpaged.request import NO_TOKEN, Request
+from jpaged.runner.sampler import Sampled, sample
 from tests.invariance import naive
 from tests.jpaged.runner import sampling_oracle as oracle
 from tests.jpaged.runner.sampler_steps import Steps, make_request

@@ -81,9 +81,9 @@ def test_only_the_first_token_loses_its_metaspaces():
 
 def test_word_pieces_are_shown_at_once():
     decoder = make(WORD_PIECE)
-    pieces = ("##a", "##b", "c", ".", "do not")
+    pieces = ("##a", "##b", "c", ".", "do not", "## .")
     assert [decoder.decode([piece], False) for piece in pieces] == [
-        "##a", "b", " c", ".", " don't"
+        "##a", "b", " c", ".", " don't", "."
     ]  # fmt: skip
 
 
@@ -157,8 +157,8 @@ STEPS = st.one_of(
     st.just(END_OF_WORD),
 )  # fmt: skip
 PIECES = (
-    "▁", "▁▁", "a", "aa", "▁a", "a▁", " ", "##", "##a", "</w>", "a</w>", "</w>a</w></w>", "", ".",
-    " .", "do not", "n't", "Ġ", "Ã", "©", "日", "<0x41>", "<0xC3>", "<0xA9>", "<0xe6>", "<0x97>",
+    "▁", "▁▁", "a", "aa", "▁a", "a▁", " ", "##", "##a", "## .", "</w>", "a</w>", "</w>a</w></w>", "",
+    ".", " .", "do not", "n't", "Ġ", "Ã", "©", "日", "<0x41>", "<0xC3>", "<0xA9>", "<0xe6>", "<0x97>",
     "<0xED>", "<0xA0>", "<0xF4>", "<0x90>", "<0x80>", "<0xG0>",
 )  # fmt: skip
 
@@ -215,6 +215,10 @@ def test_sequences_that_occur_in_practice_are_supported(steps):
         {"type": "Sequence", "decoders": [*LLAMA2[:3], LLAMA2[3] | {"stop": 1}]},
         {"type": "Sequence", "decoders": [REPLACE | {"pattern": {"Regex": "_"}}, LLAMA2[2]]},
         {"type": "Sequence", "decoders": [{"type": "Fuse"}, METASPACE]},
+        {
+            "type": "Sequence",
+            "decoders": [{"type": "Fuse"}, REPLACE | {"pattern": {"String": "aa"}}],
+        },
         {"type": "Sequence", "decoders": [END_OF_WORD, {"type": "Fuse"}]},
     ],
 )
