@@ -8,6 +8,7 @@ thread and must be used by one thread at a time.
 
 import contextlib
 import gc
+import itertools
 import logging
 import math
 import time
@@ -27,7 +28,7 @@ from jpaged.core.kv_cache_manager import KVCacheManager
 from jpaged.core.scheduler import Scheduler
 from jpaged.models.registry import find_family
 from jpaged.request import NO_TOKEN, FinishReason, Request, SchedulerOutput, StepOutput
-from jpaged.runner import kv_cache
+from jpaged.runner import kv_cache, sampling_state
 from jpaged.runner.compile_plan import CompilationCounter, enable_persistent_cache
 from jpaged.runner.logits_processor import LogitsProcessor
 from jpaged.runner.memory_plan import plan_num_blocks
@@ -163,6 +164,7 @@ class Engine:
             self.model_config,
             self.dtype,
             weight_bytes=weight_bytes,
+            state_bytes=sampling_state.num_bytes(max_num_seqs, self.model_config.vocab_size),
             weights_are_loaded=load is None,
             max_tokens=max_num_seqs * max_model_len,
             runner=make_runner(max_model_len),
@@ -452,6 +454,11 @@ class Engine:
 
     def _score_prompts(self, output: SchedulerOutput, result: StepResult) -> None:
         """Collects log-probabilities of the step's prompt tokens for those who want them."""
+        wanted: list[tuple[Request, int]] = []  # (request, how many tokens of it)
+        indices: list[int] = []
+        token_ids: list[int] = []
+        counts: list[int] = []
+        done: list[Request] = []
         first = 0  # index among the step's tokens of the request's first one
         for row, (request, start, num_tokens, _) in enumerate(output.scheduled):
             if request.request_id in self._unscored:
@@ -460,18 +467,21 @@ class Engine:
                 begin = max(start, params.prompt_logprob_start + len(request.prompt_logprobs))
                 end = min(start + num_tokens, request.num_prompt_tokens - 1)
                 if begin < end:
-                    request.prompt_logprobs += self.runner.score(
-                        result,
-                        range(first + begin - start, first + end - start),
-                        request.prompt_token_ids[begin + 1 : end + 1],
-                        params.prompt_logprobs or 0,
-                    )
+                    wanted.append((request, end - begin))
+                    indices += range(first + begin - start, first + end - start)
+                    token_ids += request.prompt_token_ids[begin + 1 : end + 1]
+                    counts += [params.prompt_logprobs or 0] * (end - begin)
                 if start + num_tokens >= request.num_prompt_tokens:
-                    del self._unscored[request.request_id]
-                    request.max_cached_tokens = request.num_prompt_tokens
+                    done.append(request)
                     if request.max_tokens == 0:
                         result.token_ids[row] = NO_TOKEN
             first += num_tokens
+        scored = iter(self.runner.score(result, indices, token_ids, counts))
+        for request, count in wanted:
+            request.prompt_logprobs += itertools.islice(scored, count)
+        for request in done:
+            del self._unscored[request.request_id]
+            request.max_cached_tokens = request.num_prompt_tokens
 
     def _check_alive(self) -> None:
         if self._is_closed:

@@ -18,6 +18,7 @@ def plan_num_blocks(
     dtype: jnp.dtype,
     *,
     weight_bytes: int,
+    state_bytes: int,
     weights_are_loaded: bool,
     max_tokens: int,
     runner: ModelRunner,
@@ -32,7 +33,8 @@ def plan_num_blocks(
         model_config: The model's shape.
         dtype: Of the cache.
         weight_bytes: What the weights take.
-        weights_are_loaded: Whether they take it already.
+        state_bytes: What the sampler keeps of each request.
+        weights_are_loaded: Whether weights take their memory already.
         max_tokens: Tokens of all requests together at most: more blocks would never be used.
         runner: Compiles the largest program where it must be known what that needs.
 
@@ -44,14 +46,16 @@ def plan_num_blocks(
     memory = _available_host_bytes() if is_cpu else _device_bytes()
     if is_cpu and weights_are_loaded:
         memory += weight_bytes  # they no longer count as available
+    fixed_bytes = weight_bytes + state_bytes
     for name, asked in (
         ("num_blocks", (config.num_blocks or 0) * block_bytes),
         ("kv_cache_memory_bytes", config.kv_cache_memory_bytes or 0),
     ):
-        if asked + weight_bytes > memory:
+        if asked + fixed_bytes > memory:
             raise ValueError(
                 f"EngineConfig.{name} is {getattr(config, name)}, which takes {asked >> 20} MiB; "
-                f"of {memory >> 20} MiB, weights take {weight_bytes >> 20} MiB: lower it"
+                f"of {memory >> 20} MiB, weights take {weight_bytes >> 20} MiB and the sampler's "
+                f"state {state_bytes >> 20} MiB: lower it"
             )
     if config.num_blocks is not None:
         return config.num_blocks
@@ -68,20 +72,21 @@ def plan_num_blocks(
     if is_cpu:
         # Memory is shared with everything else that runs there: take what is asked for, not all.
         wanted = min(wanted, _DEFAULT_CPU_CACHE_BYTES)
-        if 2 * (weight_bytes + wanted) <= budget:
+        if 2 * (fixed_bytes + wanted) <= budget:
             return max(1, wanted // block_bytes)  # no need to compile first to know that it fits
     largest = max(runner.buckets, key=lambda bucket: bucket.num_tokens)
     runner.plan_programs(num_blocks=1)
     runner.compile([largest])
-    pool = budget - weight_bytes - runner.workspace_bytes()
+    pool = budget - fixed_bytes - runner.workspace_bytes()
     num_blocks = (min(pool, wanted) if is_cpu else pool) // block_bytes
     if num_blocks < 1:
         raise ValueError(
             f"the model does not fit: {memory >> 20} MiB of memory times memory_utilization "
             f"{config.memory_utilization} is {budget >> 20} MiB, weights take "
-            f"{weight_bytes >> 20} MiB and steps {runner.workspace_bytes() >> 20} MiB, which "
-            f"leaves less than one KV block ({block_bytes >> 10} KiB): lower "
-            "max_num_batched_tokens or max_num_seqs, or raise memory_utilization"
+            f"{weight_bytes >> 20} MiB, the sampler's state {state_bytes >> 20} MiB and steps "
+            f"{runner.workspace_bytes() >> 20} MiB, which leaves less than one KV block "
+            f"({block_bytes >> 10} KiB): lower max_num_batched_tokens or max_num_seqs, or raise "
+            "memory_utilization"
         )
     return num_blocks
 

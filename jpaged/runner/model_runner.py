@@ -320,7 +320,11 @@ class ModelRunner:
             del lines[0]
 
     def score(
-        self, result: StepResult, indices: Sequence[int], token_ids: Sequence[int], count: int
+        self,
+        result: StepResult,
+        indices: Sequence[int],
+        token_ids: Sequence[int],
+        counts: Sequence[int],
     ) -> list[TokenLogprobs]:
         """Log-probabilities of tokens that follow the given ones of a step.
 
@@ -328,8 +332,10 @@ class ModelRunner:
             result: Of the step.
             indices: Which of the step's tokens each is to follow, counted over all requests.
             token_ids: The tokens.
-            count: How many of the most likely ones are wanted beside each; -1: all.
+            counts: How many of the most likely ones are wanted beside each; -1: all.
         """
+        if not indices:
+            return []
         pick = ("pick", result.bucket)
         self._plan.compile([_SCORE, pick])
         scored: list[TokenLogprobs] = []
@@ -340,7 +346,7 @@ class ModelRunner:
             pairs[0, :size], pairs[1, :size] = indices[batch], token_ids[batch]
             hidden = self._plan[pick](result.hidden, pairs[0])
             results = self._plan[_SCORE](self.leaves, hidden, pairs[1])
-            entries = _unpack_logprobs(results, [count] * size)
+            entries = _unpack_logprobs(results, counts[batch])
             scored += [entry for entry in entries if entry is not None]
         return scored
 

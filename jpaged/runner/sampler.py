@@ -224,9 +224,9 @@ def _draw(
     # and -inf for the others, never inf - inf. Greedy rows are computed too, and thrown away.
     peak = jnp.max(logits, axis=-1, keepdims=True)
     temperature = jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
-    probs = jnp.exp((logits - peak) / temperature)
-    threshold = _find_threshold(probs, sampling)
-    is_kept = probs >= threshold[:, None]
+    distances = (peak - logits) / temperature
+    probs = jnp.exp(-distances)
+    is_kept = distances <= _find_threshold(distances, probs, sampling)[:, None]
     drawn = _invert_cdf(jnp.where(is_kept, probs, 0.0), _uniforms(sampling))
     token_ids = jnp.where(is_greedy | (best == NO_TOKEN), best, drawn)
     if not reports_processed:
@@ -235,13 +235,17 @@ def _draw(
     return token_ids, jnp.where(is_kept, logits / temperature, -jnp.inf)
 
 
-def _find_threshold(probs: Float[Array, "B V"], sampling: SamplingInputs) -> Float[Array, " B"]:
-    """Tokens less likely than this are excluded by `min_p`, `top_k` or `top_p`, in this order.
+def _find_threshold(
+    distances: Float[Array, "B V"], probs: Float[Array, "B V"], sampling: SamplingInputs
+) -> Float[Array, " B"]:
+    """Tokens farther from the best than this are excluded by `min_p`, `top_k` or `top_p`.
 
-    Tokens exactly as likely as the last one kept stay.
+    In this order. Tokens exactly as likely as the last one kept stay. Probabilities would not do:
+    those of unlikely tokens are all 0 in float32.
 
     Args:
-        probs: Relative to the most likely token's.
+        distances: How far below the greatest logit each is, over temperature.
+        probs: exp(-distances).
         sampling: What each row asks.
     """
     top_k, top_p = sampling.top_k, sampling.top_p
@@ -249,28 +253,30 @@ def _find_threshold(probs: Float[Array, "B V"], sampling: SamplingInputs) -> Flo
     k = jnp.where((top_k <= 0) | (top_k > vocab_size), vocab_size, top_k)
     threshold = jax.lax.cond(
         jnp.any(k < vocab_size),
-        lambda: _largest_threshold(
-            lambda keep: jnp.sum(keep, axis=-1, dtype=jnp.int32) >= k, probs
+        lambda: _smallest_threshold(
+            lambda keep: jnp.sum(keep, axis=-1, dtype=jnp.int32) >= k, distances
         ),
-        lambda: jnp.zeros_like(top_p),
+        lambda: jnp.full_like(top_p, jnp.inf),
     )
-    threshold = jnp.maximum(threshold, sampling.min_p)
+    threshold = jnp.minimum(threshold, -jnp.log(sampling.min_p))
 
     def find_nucleus():
-        kept = jnp.where(probs >= threshold[:, None], probs, 0.0)
+        kept = jnp.where(distances <= threshold[:, None], probs, 0.0)
         mass = top_p * jnp.sum(kept, axis=-1)
-        nucleus = _largest_threshold(
-            lambda keep: jnp.sum(jnp.where(keep, kept, 0.0), axis=-1) >= mass, kept
+        nucleus = _smallest_threshold(
+            lambda keep: jnp.sum(jnp.where(keep, kept, 0.0), axis=-1) >= mass, distances
         )
         # At top_p = 1 rounding of the sums must not exclude anything.
-        return jnp.where(top_p < 1.0, nucleus, 0.0)
+        return jnp.where(top_p < 1.0, nucleus, jnp.inf)
 
-    nucleus = jax.lax.cond(jnp.any(top_p < 1.0), find_nucleus, lambda: jnp.zeros_like(top_p))
-    return jnp.maximum(threshold, nucleus)
+    nucleus = jax.lax.cond(
+        jnp.any(top_p < 1.0), find_nucleus, lambda: jnp.full_like(top_p, jnp.inf)
+    )
+    return jnp.minimum(threshold, nucleus)
 
 
-def _largest_threshold(is_enough, probs: Float[Array, "B V"]) -> Float[Array, " B"]:
-    """The largest t per row for which keeping `probs >= t` is enough; 0 always is.
+def _smallest_threshold(is_enough, distances: Float[Array, "B V"]) -> Float[Array, " B"]:
+    """The smallest t per row for which keeping `distances <= t` is enough; infinity always is.
 
     Instead of sorting, bisects the bits: floats from 0 up order like theirs, so 31 counts over
     the row find the exact value.
@@ -279,10 +285,10 @@ def _largest_threshold(is_enough, probs: Float[Array, "B V"]) -> Float[Array, " 
     def bisect(i, bits):
         candidate = bits | (jnp.int32(1) << (30 - i))
         threshold = jax.lax.bitcast_convert_type(candidate, jnp.float32)
-        keep: Bool[Array, "B V"] = probs >= threshold[:, None]
-        return jnp.where(is_enough(keep), candidate, bits)
+        keep: Bool[Array, "B V"] = distances < threshold[:, None]
+        return jnp.where(is_enough(keep) | jnp.isnan(threshold), bits, candidate)
 
-    bits = jax.lax.fori_loop(0, 31, bisect, jnp.zeros(probs.shape[0], jnp.int32))
+    bits = jax.lax.fori_loop(0, 31, bisect, jnp.zeros(distances.shape[0], jnp.int32))
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 

@@ -37,6 +37,11 @@ def allocate(num_rows: int, vocab_size: int) -> SamplingState:
     return SamplingState(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
 
 
+def num_bytes(num_rows: int, vocab_size: int) -> int:
+    """Size of the arrays."""
+    return num_rows * vocab_size * (4 + 4)
+
+
 def set_line(array: Array, row: Int[Array, ""], line: Array) -> Array:
     """Replaces one line; the array is to be donated."""
     return array.at[row].set(line, mode="promise_in_bounds")

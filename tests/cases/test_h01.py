@@ -3,7 +3,7 @@ import numpy as np
 from jpaged.sampling_params import SamplingParams
 from tests.invariance.engines import Job, answer, assert_naive, shared_engine
 
-PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=5)
 LENGTHS = (15, 16, 17, 32, 33)
 
 
@@ -28,6 +28,9 @@ def test_h01_a_cache_hit_changes_speed_only(tiny_model):
     for with_cache, without in zip(cached, plain, strict=True):
         assert with_cache.output_token_ids == without.output_token_ids
         np.testing.assert_allclose(with_cache.token_logprobs, without.token_logprobs, atol=1e-4)
+        for entry, other in zip(with_cache.logprobs, without.logprobs, strict=True):
+            assert set(entry.top_ids) == set(other.top_ids) and len(entry.top_ids) == 5
+            np.testing.assert_allclose(entry.top_logprobs, other.top_logprobs, atol=1e-4)
         assert without.num_cached_tokens == 0
     for index, length in enumerate(LENGTHS):
         first, second, third = (r.num_cached_tokens for r in cached[3 * index : 3 * index + 3])

@@ -27,22 +27,27 @@ def engine(tiny_model):
     return engine
 
 
-def test_every_program_updates_the_cache_in_place(engine):
-    """The pool is aliased as a whole, and no temporary is as large as one layer of it."""
+def test_every_program_updates_cache_and_counts_in_place(engine):
+    """Both are aliased as a whole, and no temporary is as large as one layer of the pool."""
     layers = [layer.nbytes for layer in engine.runner.kv_cache]
     assert min(layers) > 4 << 20  # far more than any activation of the tiny model
     for bucket in engine.runner.buckets:
         analysis = engine.runner.program(bucket).memory_analysis()
-        assert analysis.alias_size_in_bytes >= sum(layers), bucket
+        counts_bytes = engine.runner.sampling_state.counts.nbytes
+        assert analysis.alias_size_in_bytes >= sum(layers) + counts_bytes, bucket
         assert analysis.temp_size_in_bytes < min(layers) // 4, bucket
 
 
 def test_a_step_donates_the_cache(engine):
     before = engine.runner.kv_cache
     engine.add_request("donates", [1, 2, 3], SamplingParams(max_tokens=1))
+    counts = engine.runner.sampling_state.counts
     engine.step()
-    assert all(layer.is_deleted() for layer in before)
-    assert not any(layer.is_deleted() for layer in engine.runner.kv_cache)
+    assert all(array.is_deleted() for array in (*before, counts))
+    assert not engine.runner.has_lost_state
+    engine.runner.sampling_state.counts.delete()
+    assert engine.runner.has_lost_state
+    engine.runner.allocate(NUM_BLOCKS)
 
 
 def test_nothing_compiles_after_warm_up_and_every_bucket_is_used(engine):
@@ -55,7 +60,10 @@ def test_nothing_compiles_after_warm_up_and_every_bucket_is_used(engine):
                 max_tokens=int(random.integers(1, 12)),
                 temperature=float(random.choice([0.0, 1.0])),
                 top_p=float(random.choice([0.5, 1.0])),
-                logprobs=[None, 0][int(random.integers(2))],
+                logprobs=[None, 0, 5][int(random.integers(3))],
+                presence_penalty=float(random.choice([0.0, 0.5])),
+                logit_bias=[None, {3: 1.0}][int(random.integers(2))],
+                prompt_logprobs=[None, None, 1][int(random.integers(3))],
             )
             engine.add_request(f"{wave}-{index}", prompt, params)
         for _ in range(int(random.integers(1, 12))):

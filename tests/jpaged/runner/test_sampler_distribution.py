@@ -37,6 +37,7 @@ ASKED = {
     "top_p hot": Row(top_p=0.5, temperature=2.0),
     "min_p": Row(min_p=0.1),
     "min_p hot": Row(min_p=0.02, temperature=1.5),
+    "min_p and top_p": Row(min_p=0.25, top_p=0.8),
     "all filters": Row(top_k=8, top_p=0.85, min_p=0.05, temperature=1.3),
     "repetition": Row(repetition_penalty=1.6),
     "reward": Row(repetition_penalty=0.7),
@@ -44,6 +45,9 @@ ASKED = {
     "presence": Row(presence_penalty=1.2),
     "all penalties": Row(repetition_penalty=1.3, frequency_penalty=-0.4, presence_penalty=0.8),
     "biases": Row(logit_bias={7: 2.0, 42: -3.0, 200: 6.0, 289: 1.0}),
+    "biases and repetition": Row(
+        repetition_penalty=1.8, logit_bias={1: 2.0, 2: 2.0, 5: 2.0, 42: 2.0}
+    ),
     "allowed": Row(allowed_token_ids=LIKELY[:9] + [150]),
     "excluded": Row(bad_words=[[5], [43, 289, 2], [7, 0]], min_tokens=99, end_token_ids=[0, 256]),
     "everything": Row(
