@@ -35,6 +35,7 @@ class Detokenizer:
             tokenizer.special_token_ids if params.skip_special_tokens else frozenset[int]()
         )
         self._stop = tuple(params.stop or ())
+        self._max_num_held = max(map(len, self._stop), default=1) - 1
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_ids = 0
@@ -74,12 +75,13 @@ class Detokenizer:
         return delta
 
     def _decode(self, token_ids: list[int], final: bool) -> str:
-        pieces = (
-            self._tokenizer.id_to_token(token_id)
+        pieces = [
+            piece
             for token_id in token_ids
             if token_id not in self._skipped_ids
-        )
-        return self._decoder.decode((piece for piece in pieces if piece is not None), final)
+            and (piece := self._tokenizer.id_to_token(token_id)) is not None
+        ]
+        return self._decoder.decode(pieces, final)
 
     def _cut(self, before: str, new: str, finished: bool) -> str:
         """Returns what of the text not shown yet may be shown; holds back the rest.
@@ -107,8 +109,7 @@ class Detokenizer:
 
     def _count_held(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        for count in range(min(longest, len(text)), 0, -1):
+        for count in range(min(self._max_num_held, len(text)), 0, -1):
             if any(stop.startswith(text[-count:]) for stop in self._stop):
                 return count
         return 0

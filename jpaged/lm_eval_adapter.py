@@ -88,8 +88,9 @@ class JpagedLM(TemplateLM):
         self.max_length: int = self.llm.engine.max_model_len
         self._max_gen_toks = max_gen_toks
         if isinstance(chat_template_args, str):
-            chat_template_args = json.loads(chat_template_args)
-        self._chat_template_args = dict(chat_template_args or {})
+            self._chat_template_args: dict[str, Any] = json.loads(chat_template_args)
+        else:
+            self._chat_template_args = dict(chat_template_args or {})
         self.tokenizer = self.llm.get_tokenizer()
         self._prefix = self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
 
@@ -169,18 +170,18 @@ class JpagedLM(TemplateLM):
         """Answers each prompt up to one of its `until` strings, an end token or `max_gen_toks`."""
         prompts: list[list[int]] = []
         params: list[SamplingParams] = []
-        for request in requests:
-            kwargs: dict[str, Any] = {**normalize_gen_kwargs(request.args[1], self._max_gen_toks)}
+        all_args: list[tuple[Any, ...]] = [request.args for request in requests]
+        for context, gen_kwargs in all_args:
+            kwargs: dict[str, Any] = {**normalize_gen_kwargs(gen_kwargs, self._max_gen_toks)}
             params.append(self._sampling_params(**kwargs))
-            prompt = self.tok_encode(request.args[0]) or [self.prefix_token_id]
+            prompt = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(self._fit(prompt, kwargs["max_gen_toks"]))
         answers = [""] * len(requests)
         with self._bar("generate_until", len(requests), disable_tqdm) as bar:
             for index, _, _, output in self.llm.stream(prompts, params):
                 if output is not None:
                     answers[index] = output.outputs[0].text
-                    args = requests[index].args
-                    self.cache_hook.add_partial("generate_until", args, answers[index])
+                    self.cache_hook.add_partial("generate_until", all_args[index], answers[index])
                     bar.update()
         return answers
 

@@ -22,7 +22,7 @@ from jpaged.runner.logits_processor import LogitsProcessor
 from jpaged.runner.sampling_state import BiasLine, build_counts
 from pallas_kernels.paged_attention import AttentionInputs
 
-AnyArray = jax.Array | np.ndarray
+AnyArray = Any  # NumPy on the host, traced on the device
 
 
 class RowFlag:

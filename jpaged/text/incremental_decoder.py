@@ -19,7 +19,8 @@ import abc
 import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -33,21 +34,10 @@ _CLEAN_UPS = (
 
 
 class IncrementalDecoder:
-    """Decodes one answer; make a new one for each.
+    """Decodes one answer; `find_decoder_factory` makes them."""
 
-    Args:
-        decoder: The "decoder" entry of tokenizer.json.
-        unspaced_tokens: Tokens as they stand in the vocabulary. Where two of them stand next to
-            each other, no space is put in between.
-
-    Raises:
-        ValueError: Naming the decoder, where there is no twin.
-    """
-
-    def __init__(
-        self, decoder: Mapping[str, Any] | None, unspaced_tokens: frozenset[str] = frozenset()
-    ):
-        self._steps = _build_steps(decoder, unspaced_tokens)
+    def __init__(self, steps: "list[_Step]"):
+        self._steps = steps
 
     def decode(self, pieces: Iterable[str], final: bool) -> str:
         """Returns the text that is decided after these tokens.
@@ -91,7 +81,7 @@ class _Replace(_Step):
         self._old, self._new = old, new
 
     def decode(self, tokens: Iterable[str], final: bool) -> list[str]:
-        return [self.decode_inside(token) for token in tokens]
+        return [token.replace(self._old, self._new) for token in tokens]
 
     def decode_inside(self, token: str) -> str:
         return token.replace(self._old, self._new)
@@ -279,10 +269,29 @@ class _ByteLevel(_Step):
             return token.encode()
 
 
-def _build_steps(decoder: Mapping[str, Any] | None, unspaced: frozenset[str]) -> list[_Step]:
+def find_decoder_factory(
+    decoder: Mapping[str, Any] | None, unspaced_tokens: frozenset[str] = frozenset()
+) -> Callable[[], IncrementalDecoder]:
+    """Finds the incremental twin of a decoder of the `tokenizers` library; call it per answer.
+
+    Args:
+        decoder: The "decoder" entry of tokenizer.json.
+        unspaced_tokens: Tokens as they stand in the vocabulary. Where two of them stand next to
+            each other, no space is put in between.
+
+    Raises:
+        ValueError: Naming the decoder, where there is no twin.
+    """
+    steps = _find_steps(decoder, unspaced_tokens)
+    return lambda: IncrementalDecoder([make_step() for make_step in steps])
+
+
+def _find_steps(
+    decoder: Mapping[str, Any] | None, unspaced: frozenset[str]
+) -> list[Callable[[], _Step]]:
     if decoder is None:
-        return [_Spaced(unspaced)]
-    steps: list[_Step] = []
+        return [partial(_Spaced, unspaced)]
+    steps: list[Callable[[], _Step]] = []
     # Whether what comes in is one token, of which an incremental step sees a part at a time.
     is_fused = False
     configs = list(_flatten(decoder))
@@ -293,23 +302,23 @@ def _build_steps(decoder: Mapping[str, Any] | None, unspaced: frozenset[str]) ->
             case {"type": "Replace", "pattern": {"String": str(old)}} if len(old) == 1 or (
                 old and not is_fused
             ):
-                steps.append(_Replace(old, config["content"]))
+                steps.append(partial(_Replace, old, config["content"]))
             case {"type": "Strip", "stop": 0}:
                 strip = _StripText if is_fused else _Strip
-                steps.append(strip(config["content"], config["start"]))
+                steps.append(partial(strip, config["content"], config["start"]))
             case {"type": "ByteFallback"} if not is_fused:
-                steps.append(_ByteFallback())
+                steps.append(_ByteFallback)
             case {"type": "Metaspace"} if not is_fused:
-                steps.append(_Metaspace(config["replacement"], config["prepend_scheme"]))
+                steps.append(partial(_Metaspace, config["replacement"], config["prepend_scheme"]))
             case {"type": "WordPiece"} if not is_fused:
-                steps.append(_WordPiece(config["prefix"], config["cleanup"], unspaced))
+                steps.append(partial(_WordPiece, config["prefix"], config["cleanup"], unspaced))
             case {"type": "ByteLevel"} if not is_fused:
-                steps.append(_ByteLevel())
+                steps.append(_ByteLevel)
                 is_fused = True
             case {"type": "BPEDecoder", "suffix": str(suffix)} if (
                 suffix and not is_fused and index + 1 == len(configs)
             ):
-                steps.append(_EndOfWord(suffix))
+                steps.append(partial(_EndOfWord, suffix))
             case _:
                 raise ValueError(
                     f"tokenizer.json: decoder {json.dumps(config)} is not supported"

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from jpaged.text.chat_template import ChatTemplate
-from jpaged.text.incremental_decoder import IncrementalDecoder
+from jpaged.text.incremental_decoder import IncrementalDecoder, find_decoder_factory
 from jpaged.text.tokenizer_files import read_tokenizer
 
 _NAMED_TOKENS = (
@@ -55,10 +55,13 @@ class Tokenizer:
         self.special_token_ids = frozenset(
             token_id for token_id, token in added_tokens.items() if token.special
         )
-        self._added_tokens = frozenset(token.content for token in added_tokens.values())
         decoder = cast(Any, backend.decoder)
-        self._decoder = decoder and json.loads(decoder.__getstate__())
-        self._piece_bytes = IncrementalDecoder(self._decoder).piece_bytes
+        rules = decoder and json.loads(decoder.__getstate__())
+        self._make_decoder = find_decoder_factory(rules)
+        self._make_unspaced_decoder = find_decoder_factory(
+            rules, frozenset(token.content for token in added_tokens.values())
+        )
+        self._piece_bytes = self._make_decoder().piece_bytes
         self._templates = _read_templates(config.get("chat_template"))
         # A caller may bring any number of templates.
         self._compile = functools.lru_cache(maxsize=16)(
@@ -221,8 +224,9 @@ class Tokenizer:
             spaces_between_special_tokens: Whether the space that the decoder may put between two
                 added tokens is left there.
         """
-        unspaced = frozenset[str]() if spaces_between_special_tokens else self._added_tokens
-        return IncrementalDecoder(self._decoder, unspaced)
+        if spaces_between_special_tokens:
+            return self._make_decoder()
+        return self._make_unspaced_decoder()
 
     def render_chat(
         self,

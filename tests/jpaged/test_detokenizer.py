@@ -98,6 +98,11 @@ def test_without_spaces_between_special_tokens_the_stream_equals_decode_too():
             assert "".join(deltas) == tokenizer.decode(ids, **options)
             seen.add("".join(deltas) == tokenizer.decode(ids, skip_special_tokens=False))
         assert seen == ({True, False} if kind in ("word_piece", "no_decoder") else {True})
+    # Where special tokens are skipped, other added tokens keep their spaces.
+    tool = TOKENIZERS["no_decoder"].token_to_id("<tool>")
+    options = {"spaces_between_special_tokens": False}
+    deltas, _ = deltas_of(TOKENIZERS["no_decoder"], [[tool, tool]], **options)
+    assert deltas[0] == TOKENIZERS["no_decoder"].decode([tool, tool], **options) == "<tool> <tool>"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

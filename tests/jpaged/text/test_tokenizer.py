@@ -328,7 +328,10 @@ def test_completion_gets_the_ids_beyond_the_prompts():
 
 def test_space_at_the_end_of_the_prompt_moves_to_the_completion():
     tokenizer = make_tokenizer("byte_level", eos_token="</s>")
-    assert tokenizer.encode_pair("a b ", "hello") == tokenizer.encode_pair("a b", " hello")
+    for completion in ("hello", "日"):
+        prompt_ids, completion_ids = tokenizer.encode_pair("a b ", completion)
+        assert prompt_ids == tokenizer.encode("a b")
+        assert completion_ids == tokenizer.encode(" " + completion)
 
 
 def test_token_over_the_border_is_the_completions():
