@@ -177,7 +177,8 @@ class ModelRunner:
 
         def lower_score():
             hidden = jax.ShapeDtypeStruct((_SCORE_BATCH, width), self.dtype)
-            return jax.jit(self._score).lower(leaves, hidden, ints(_SCORE_BATCH))
+            count = jax.ShapeDtypeStruct((), jnp.int32)
+            return jax.jit(self._score).lower(leaves, hidden, ints(_SCORE_BATCH), count)
 
         self._plan = CompilePlan(
             {bucket: partial(lower_step, bucket) for bucket in self.buckets}
@@ -269,8 +270,11 @@ class ModelRunner:
         results = _pack(sampled.token_ids, sampled.logprobs)
         return kv_cache, sampled.counts, results, hidden
 
-    def _score(self, leaves, hidden, token_ids):
-        """The traced score: looks up each token in the distribution that precedes it."""
+    def _score(self, leaves, hidden, token_ids, count):
+        """The traced score: looks up each token in the distribution that precedes it.
+
+        Alternatives are looked up only if `count` is not 0.
+        """
         with jax.named_scope("score"):
             logits = hide_unknown(self._merge(leaves).logits(hidden), self.num_tokens_known)
             logprobs = find_logprobs(
@@ -278,7 +282,7 @@ class ModelRunner:
                 token_ids,
                 num_alternatives=self._num_alternatives,
                 normalize=True,
-                wants_alternatives=jnp.array(True),
+                wants_alternatives=count != 0,
             )
         return _pack(token_ids, logprobs)
 
@@ -338,17 +342,22 @@ class ModelRunner:
             return []
         pick = ("pick", result.bucket)
         self._plan.compile([_SCORE, pick])
-        scored: list[TokenLogprobs] = []
+        pieces: list[tuple[PackedResults, Sequence[int]]] = []
         for start in range(0, len(indices), _SCORE_BATCH):
             pairs = np.zeros((2, _SCORE_BATCH), np.int32)
             batch = slice(start, start + _SCORE_BATCH)
             size = len(indices[batch])
             pairs[0, :size], pairs[1, :size] = indices[batch], token_ids[batch]
             hidden = self._plan[pick](result.hidden, pairs[0])
-            results = self._plan[_SCORE](self.leaves, hidden, pairs[1])
-            entries = _unpack_logprobs(results, counts[batch])
-            scored += [entry for entry in entries if entry is not None]
-        return scored
+            most = np.int32(np.abs(counts[batch]).max())
+            results = self._plan[_SCORE](self.leaves, hidden, pairs[1], most)
+            pieces.append((results, counts[batch]))
+        return [
+            entry
+            for results, asked in pieces
+            for entry in _unpack_logprobs(results, asked)
+            if entry is not None
+        ]
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies blocks, (source, destination) each, before the step that writes them."""

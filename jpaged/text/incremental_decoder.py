@@ -218,12 +218,12 @@ class _ByteFallback(_Step):
     def decode(self, tokens: Iterable[str], final: bool) -> list[str]:
         decoded: list[str] = []
         for token in tokens:
-            value = self.decode_inside(token)
-            if isinstance(value, bytes):
-                decoded += self._continue_run(value)
+            byte = _BYTE_TOKEN.fullmatch(token)
+            if byte is not None:
+                decoded += self._continue_run(bytes.fromhex(byte[1]))
             else:
                 decoded += self._end_run()
-                decoded.append(value)
+                decoded.append(token)
         return decoded + self._end_run() if final else decoded
 
     def decode_inside(self, token: str) -> str | bytes:
@@ -238,18 +238,19 @@ class _ByteFallback(_Step):
                 return []
             except UnicodeDecodeError:
                 self._is_broken = True
+                self._utf8.reset()
         num_bytes = len(self._run)
         self._run.clear()
         return [_REPLACEMENT_CHARACTER] * num_bytes
 
     def _end_run(self) -> list[str]:
+        if not self._run:
+            self._is_broken = False
+            return []
         run, is_incomplete = bytes(self._run), bool(self._utf8.getstate()[0])
         self._run.clear()
-        self._is_broken = False
         self._utf8.reset()
-        if is_incomplete:
-            return [_REPLACEMENT_CHARACTER] * len(run)
-        return [run.decode()] if run else []
+        return [_REPLACEMENT_CHARACTER] * len(run) if is_incomplete else [run.decode()]
 
 
 class _ByteLevel(_Step):
