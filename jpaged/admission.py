@@ -5,16 +5,22 @@ What is wrong whatever the model is, `SamplingParams` has refused already.
 
 from collections.abc import Mapping, Sequence
 
-from jpaged.runner.logits_processor import LogitsProcessor
+import jax
+import jax.numpy as jnp
+
+from jpaged.runner.logits_processor import LogitsContext, LogitsProcessor
 from jpaged.runner.step_inputs import RowFlag
 from jpaged.sampling_params import SamplingParams
 
 
-def index_processors(processors: Sequence[LogitsProcessor]) -> dict[str, LogitsProcessor]:
-    """The engine's logits processors by name.
+def index_processors(
+    processors: Sequence[LogitsProcessor], vocab_size: int
+) -> dict[str, LogitsProcessor]:
+    """The engine's logits processors by name, each tried on shapes.
 
     Raises:
-        ValueError: If there are too many, two of a name, or something else among them.
+        ValueError: If there are too many, two of a name, or something else among them, or one does
+            not return what it must.
     """
     if len(processors) > RowFlag.MAX_PROCESSORS:
         raise ValueError(
@@ -27,8 +33,29 @@ def index_processors(processors: Sequence[LogitsProcessor]) -> dict[str, LogitsP
             raise ValueError(f"logits_processors holds {processor!r}; give LogitsProcessor objects")
         if processor.name in by_name:
             raise ValueError(f"logits_processors holds two of the name {processor.name!r}")
+        _check_result(processor, vocab_size)
         by_name[processor.name] = processor
     return by_name
+
+
+def _check_result(processor: LogitsProcessor, vocab_size: int) -> None:
+    def shape(dtype: jnp.dtype, *sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    logits = shape(jnp.dtype("float32"), vocab_size)
+    context = LogitsContext(
+        counts=shape(jnp.dtype("int32"), vocab_size),
+        in_prompt=shape(jnp.dtype("bool"), vocab_size),
+        num_output_tokens=shape(jnp.dtype("int32")),
+    )
+    arguments = shape(jnp.dtype("float32"), processor.num_arguments)
+    result = jax.eval_shape(processor.function, logits, arguments, context)
+    got = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(result)]
+    if not isinstance(result, jax.ShapeDtypeStruct) or got != [f"float32[{vocab_size}]"]:
+        raise ValueError(
+            f"logits processor {processor.name!r} returns {', '.join(got) or None}; it must return "
+            f"float32[{vocab_size}], as it was given"
+        )
 
 
 def check_params(
@@ -63,14 +90,17 @@ def check_params(
                 f"SamplingParams.allowed_token_ids is {params.allowed_token_ids}; bad_words, or "
                 "stop ids with min_tokens, exclude all of them: allow another id"
             )
+    lowest = 0 if max_logprobs >= 0 else -1
+    highest = min(max_logprobs, num_tokens_known) if max_logprobs >= 0 else num_tokens_known
     for name, asked in (
         ("logprobs", params.logprobs),
         ("prompt_logprobs", params.prompt_logprobs),
     ):
-        if asked is not None and max_logprobs >= 0 and not 0 <= asked <= max_logprobs:
+        if asked is not None and not lowest <= asked <= highest:
             raise ValueError(
-                f"SamplingParams.{name} is {asked}; EngineConfig.max_logprobs allows 0 to "
-                f"{max_logprobs}: ask for less, or start the engine with more"
+                f"SamplingParams.{name} is {asked}; EngineConfig.max_logprobs, {max_logprobs}, and "
+                f"a vocabulary of {num_tokens_known} allow {lowest} to {highest}: ask for less, or "
+                "start the engine with more"
             )
     for name, arguments in (params.extra_args or {}).items():
         processor = processors.get(name)

@@ -97,10 +97,13 @@ class AnswerGroup:
         return params.num_samples > params.n
 
     def output(self) -> RequestOutput:
-        """The finished answers; with `best_of`, the likeliest `n` of them, best first."""
+        """The finished answers; with `best_of`, the likeliest `n` of them, best first.
+
+        Those that an error ended come last.
+        """
         request, answers = self.request, self.answers
         if self.is_chosen_late:
-            answers = sorted(answers, key=lambda answer: -(answer.cumulative_logprob or 0.0))
+            answers = sorted(answers, key=_order)
         return RequestOutput(
             request_id=request.request_id,
             prompt=self._prompt,
@@ -121,6 +124,11 @@ class AnswerGroup:
             token_id = request.prompt_token_ids[index]
             described[index] = describe_logprobs(token_id, entry, self._tokenizer)
         return described
+
+
+def _order(answer: Answer) -> tuple[bool, float]:
+    is_error = answer.request.finish_reason is FinishReason.ERROR
+    return is_error, -(answer.cumulative_logprob or 0.0)
 
 
 def describe_logprobs(

@@ -142,7 +142,7 @@ class Engine:
                 f"{self.model_config.max_position_embeddings}"
             )
         block_size = config.block_size
-        self._processors = index_processors(logits_processors)
+        self._processors = index_processors(logits_processors, self.model_config.vocab_size)
         self._max_logprobs = config.max_logprobs
 
         def make_runner(max_model_len: int) -> ModelRunner:

@@ -53,6 +53,7 @@ _GENERATION_CONFIG_KEYS = {
     "min_p": "min_p",
     "max_new_tokens": "max_tokens",
 }
+_MAX_FLOAT32 = 3.4028234e38
 _MAX_BIAS = 100.0
 _MIN_TEMPERATURE = 1e-5  # below it, sampling is greedy, as in vLLM
 
@@ -328,11 +329,11 @@ def _arguments(value: object) -> dict[str, tuple[float, ...]]:
     for name, entry in value.items():
         entry = entry.tolist() if hasattr(entry, "tolist") else entry
         numbers = tuple(map(_as_float, entry if isinstance(entry, (list, tuple)) else (entry,)))
-        if not isinstance(name, str) or not all(map(math.isfinite, numbers)):
+        if not isinstance(name, str) or not all(abs(x) <= _MAX_FLOAT32 for x in numbers):
             raise _error(
                 "extra_args",
                 {name: entry},
-                "must be a name with a finite number or a sequence of them",
+                "must be a name with a number that float32 can hold, or a sequence of them",
                 is_entry=True,
             )
         arguments[name] = numbers

@@ -33,7 +33,7 @@ class LogitsProcessor:
         name: What a request names it by, in `SamplingParams.extra_args`.
         function: `(logits, arguments, context) -> logits`; float32 of shapes `[V]` and
             `[num_arguments]`, and a `LogitsContext`.
-        num_arguments: Numbers that a request gives it.
+        num_arguments: Numbers that a request gives it, which become float32.
     """
 
     name: str

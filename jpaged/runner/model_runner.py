@@ -133,7 +133,9 @@ class ModelRunner:
         self.max_num_seqs = max_num_seqs
         self.sampling_state: SamplingState | None = None
         self.num_tokens_known = config.num_tokens_known or config.vocab_size
-        self._num_alternatives = max_logprobs if max_logprobs >= 0 else self.num_tokens_known
+        self._num_alternatives = self.num_tokens_known
+        if max_logprobs >= 0:
+            self._num_alternatives = min(max_logprobs, self.num_tokens_known)
         self._logprobs_mode = logprobs_mode
         self._processors = tuple(processors)
         self._num_arguments = sum(processor.num_arguments for processor in processors)

@@ -36,7 +36,7 @@ def test_h12_nothing_is_reported_where_nothing_is_asked(tiny_model):
     assert [request.logprobs for request in requests] == [[], []]
 
 
-@pytest.mark.parametrize(("count", "message"), [(-1, "is -1; .* allows 0 to 20"), (21, "is 21")])
+@pytest.mark.parametrize(("count", "message"), [(-1, "is -1; .* allow 0 to 20"), (21, "is 21")])
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_h12_more_than_the_engine_reports_is_refused(field, count, message, tiny_model):
     """H-12: -1, the whole vocabulary, is refused unless the engine was started for it."""
@@ -53,3 +53,16 @@ def test_h12_an_engine_started_for_it_reports_the_whole_vocabulary(tiny_model):
     for entry in [*request.logprobs, *request.prompt_logprobs]:
         assert sorted(entry.top_ids) == list(range(tiny_models.NUM_TOKENS_KNOWN))
         assert abs(sum(np.exp(entry.top_logprobs)) - 1) < 1e-4
+    num_known = tiny_models.NUM_TOKENS_KNOWN
+    with pytest.raises(ValueError, match=f"logprobs is {num_known + 1}; .*allow -1 to {num_known}"):
+        engine.add_request("a", PROMPT, dataclasses.replace(PARAMS, logprobs=num_known + 1))
+
+
+def test_h12_room_for_more_than_the_vocabulary_is_room_for_the_vocabulary(tiny_model):
+    """H-12: with max_logprobs beyond it."""
+    engine = shared_engine(tiny_model("padded-vocab"), max_logprobs=1000)
+    num_known = tiny_models.NUM_TOKENS_KNOWN
+    [request] = answer(engine, [Job(PROMPT, dataclasses.replace(PARAMS, logprobs=num_known))])
+    assert sorted(request.logprobs[0].top_ids) == list(range(num_known))
+    with pytest.raises(ValueError, match=f"allow 0 to {num_known}"):
+        engine.add_request("a", PROMPT, dataclasses.replace(PARAMS, logprobs=num_known + 1))

@@ -249,6 +249,13 @@ def test_what_leaves_no_token_is_refused_or_ends_the_answer_with_the_reason(llm)
     assert completion.token_ids == [65] and completion.text == "A"
     assert completion.finish_reason == "error" and "no token" in completion.stop_reason
     assert other.outputs[0].finish_reason == "length"
+    # Of several answers, such a one is never better than one that is whole.
+    params = dataclasses.replace(
+        SAMPLED, best_of=8, allowed_token_ids=[65, 66], bad_words=["AA", "AB"]
+    )
+    [output] = llm.generate(["Hello"], params)
+    [completion] = output.outputs
+    assert completion.finish_reason == "length" and completion.token_ids[:11] == [66] * 11
 
 
 def test_answer_without_text_is_asked_for_by_detokenize(llm):
@@ -301,6 +308,21 @@ class TestLogitsProcessors:
     def test_two_of_a_name_or_a_bare_function_are_refused(self, tiny_model):
         with pytest.raises(ValueError, match="two of the name 'sharpen'"):
             LLM(tiny_model("gqa"), logits_processors=[PROCESSORS[1]] * 2, **LIMITS)
+
+    @pytest.mark.parametrize(
+        ("function", "message"),
+        [
+            (lambda logits, arguments, context: logits[:1], r"returns float32\[1\]"),
+            (lambda logits, arguments, context: logits.astype(jnp.float16), r"float16\[260\]"),
+            (lambda logits, arguments, context: logits > 0, r"returns bool\[260\]"),
+            (lambda logits, arguments, context: None, "returns None"),
+            (lambda logits, arguments, context: (logits, logits), r"float32\[260\], float32"),
+        ],
+    )
+    def test_wrong_result_is_refused_when_the_engine_is_made(self, tiny_model, function, message):
+        processor = LogitsProcessor(name="wrong", function=function)
+        with pytest.raises(ValueError, match=f"logits processor 'wrong' .*{message}"):
+            LLM(tiny_model("gqa"), logits_processors=[processor], **LIMITS)
 
 
 class TestScore:

@@ -128,6 +128,8 @@ def test_value_out_of_range_is_refused_with_field_and_value(field, value):
         ("extra_args", {"a": "x"}),
         ("extra_args", {"a": [1.0, float("inf")]}),
         ("extra_args", {5: 1.0}),
+        ("extra_args", {"a": 1e39}),
+        ("extra_args", {"a": float("nan")}),
     ],
 )
 def test_bad_entry_of_a_mapping_is_refused_with_field_and_entry(field, bad):
