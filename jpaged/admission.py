@@ -3,7 +3,10 @@
 What is wrong whatever the model is, `SamplingParams` has refused already.
 """
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +59,26 @@ def _check_result(processor: LogitsProcessor, vocab_size: int) -> None:
             f"logits processor {processor.name!r} returns {', '.join(got) or None}; it must return "
             f"float32[{vocab_size}], as it was given"
         )
+
+
+def check_ids(name: str, token_ids: Any) -> list[int]:
+    """Token ids, of any kind of whole number, as a list of Python's.
+
+    Raises:
+        ValueError: If something else is given.
+    """
+    if hasattr(token_ids, "tolist"):  # an array
+        token_ids = token_ids.tolist()
+    if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
+        raise ValueError(f"{name} is {reprlib.repr(token_ids)}; it must be a list of token ids")
+    checked: list[int] = []
+    for token_id in token_ids:
+        if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+            raise ValueError(
+                f"{name} holds {reprlib.repr(token_id)}; each entry must be a whole number"
+            )
+        checked.append(int(token_id))
+    return checked
 
 
 def check_params(
@@ -128,6 +151,8 @@ def _check_ids(
         raise ValueError(
             f"bad_words is {bad_words}, ids without texts; give SamplingParams.bad_words too"
         )
+    if not all(bad_words):
+        raise ValueError("bad_words holds a text without ids; leave it out")
     for name, token_ids in (
         ("logit_bias", params.logit_bias or ()),
         ("allowed_token_ids", params.allowed_token_ids or ()),

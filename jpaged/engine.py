@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.admission import check_params, index_processors
+from jpaged.admission import check_ids, check_params, index_processors
 from jpaged.checkpoint import Checkpoint
 from jpaged.checkpoint.loader import load_model
 from jpaged.config import EngineConfig, ModelConfig
@@ -324,9 +324,11 @@ class Engine:
                 fit, the id is in use, or the parameters do not suit the model or the engine.
         """
         self._check_alive()
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params is a {type(params).__name__}; give SamplingParams")
         vocab_size = self.model_config.vocab_size
-        token_ids = list(map(int, prompt_token_ids))
+        token_ids = check_ids("prompt_token_ids", prompt_token_ids)
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(
@@ -336,7 +338,7 @@ class Engine:
         eos = self.model_config.eos_token_ids
         stop_token_ids = frozenset(params.stop_token_ids or ())
         end_token_ids = frozenset(i for i in {*stop_token_ids, *eos} if i < vocab_size)
-        words = tuple(tuple(map(int, word)) for word in bad_words)
+        words = tuple(tuple(check_ids("bad_words", word)) for word in bad_words)
         check_params(
             params,
             words,
@@ -366,12 +368,14 @@ class Engine:
                 seed=(int(seed) + index) % 2**64,
                 priority=priority,
                 cache_salt=cache_salt,
-                max_cached_tokens=max_cached_tokens,
             )
             for index in range(params.num_samples)
         ]
         request = requests[0]
         request.forks = requests[1:]
+        request.max_cached_tokens = max_cached_tokens
+        for fork in request.forks:  # whichever computes the prompt scores it for all
+            fork.prompt_logprobs = request.prompt_logprobs
         with self._changing_scheduler(ValueError):
             self.scheduler.add(request)
         if request.num_unscored_tokens or max_tokens == 0:
@@ -381,14 +385,29 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Ends a request that its caller no longer wants; unknown ids are ignored."""
         if self._failure is None:
-            self._unscored.pop(request_id, None)
             with self._changing_scheduler():
+                self._bequeath_scoring(request_id)
                 self.scheduler.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, stop_reason: str) -> None:
         """Ends a request at a stop string that its caller found in the text."""
         with self._changing_scheduler():
+            self._bequeath_scoring(request_id)
             self.scheduler.finish(request_id, FinishReason.STOP, stop_reason)
+
+    def _bequeath_scoring(self, request_id: str) -> None:
+        """Lets the next answer to its prompt go on scoring it, if this one has not done it."""
+        request = self._unscored.pop(request_id, None)
+        if request is None:
+            return
+        heirs = [fork for fork in request.forks if not fork.is_finished]
+        if heirs:
+            heir, *heir_forks = heirs
+            heir.forks = heir_forks
+            heir.max_cached_tokens = request.params.prompt_logprob_start + len(
+                request.prompt_logprobs
+            )
+            self._unscored[heir.request_id] = heir
 
     @contextlib.contextmanager
     def _changing_scheduler(self, *harmless: type[BaseException]) -> Iterator[None]:
@@ -433,6 +452,7 @@ class Engine:
             # step has not happened, and its requests can be run or aborted as before.
             if output.copies or self.runner.has_lost_state:
                 self._failure = error
+            self.runner.forget_rows()  # if it has run, it has counted tokens that come again
             raise
         executed = time.perf_counter()
         with self._changing_scheduler():

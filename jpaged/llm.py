@@ -204,8 +204,8 @@ class LLM:
 
     def stream(
         self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
         should_stop: Callable[[], bool] = lambda: False,
@@ -217,11 +217,13 @@ class LLM:
 
         Args:
             prompts: As for `generate`.
-            params: One for each prompt.
+            params: As for `generate`.
             priority: As for `generate`.
             should_stop: Asked before every step; if it says yes, all answers end as they are, with
                 the finish reason "abort".
         """
+        prompts = _as_list(prompts)
+        params = self._one_for_each(params, len(prompts))
         with self._exclusive_engine() as engine:
             groups: list[AnswerGroup] = []
             answers: dict[str, tuple[AnswerGroup, int]] = {}

@@ -105,4 +105,4 @@ class ScoreOutput:
     @property
     def is_greedy(self) -> bool:
         """Whether greedy sampling would have given the completion (equals count as the best)."""
-        return all(rank == 1 for rank in self.ranks)
+        return not math.isnan(self.sum) and all(rank == 1 for rank in self.ranks)

@@ -361,6 +361,13 @@ class ModelRunner:
             if entry is not None
         ]
 
+    def forget_rows(self) -> None:
+        """Has the sampler's state written anew, from what requests hold when they are next built.
+
+        For when a step may have run whose tokens nobody got.
+        """
+        self._builder.forget_rows()
+
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies blocks, (source, destination) each, before the step that writes them."""
         self._plan.compile([_COPY])

@@ -363,6 +363,10 @@ class StepInputsBuilder:
         sampling.positions[:num_rows] = seq_lens
         return bucket, buffer
 
+    def forget_rows(self) -> None:
+        """Has every request claim its row again when it is next built."""
+        self._owners = [None] * len(self._owners)
+
     def _take_buffer(self, bucket: Bucket, max_blocks: int) -> tuple[np.ndarray, StepInputs]:
         """A zeroed buffer of a bucket and its views.
 

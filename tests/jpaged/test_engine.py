@@ -1,6 +1,8 @@
+import contextlib
 import dataclasses
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -9,10 +11,19 @@ from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.models.llama import Llama
 from jpaged.request import FinishReason
-from jpaged.runner import kv_cache
+from jpaged.runner import kv_cache, model_runner
+from jpaged.runner.sampling_state import IN_PROMPT
 from jpaged.sampling_params import SamplingParams
 from tests import tiny_models
-from tests.invariance.engines import LIMITS, Job, answer, finish, open_engine, shared_engine
+from tests.invariance.engines import (
+    LIMITS,
+    SMALL_POOL,
+    Job,
+    answer,
+    finish,
+    open_engine,
+    shared_engine,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = list(range(40))
@@ -340,3 +351,134 @@ def test_interrupted_change_of_the_scheduler_ends_the_engine_and_frees_its_memor
     engine.abort("a")  # says nothing: there is nothing left to end
     engine.close()
     assert engine.runner.kv_cache == ()
+
+
+class TestSamplerState:
+    """What the sampler remembers is what requests hold, whatever becomes of steps and answers."""
+
+    PENALIZED = SamplingParams(
+        presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2, seed=1, max_tokens=30,
+        ignore_eos=True,
+    )  # fmt: skip
+
+    def counts(self, engine, request):
+        line = np.asarray(engine.runner.sampling_state.counts)[request.row]
+        return line & (IN_PROMPT - 1), line & IN_PROMPT != 0
+
+    def assert_counts(self, engine, request):
+        counts, in_prompt = self.counts(engine, request)
+        expected = np.bincount(request.output_token_ids, minlength=len(counts))
+        np.testing.assert_array_equal(counts, expected)
+        assert set(np.flatnonzero(in_prompt)) == set(request.prompt_token_ids)
+
+    def test_step_whose_result_nobody_got_is_not_counted(self, engine, monkeypatch):
+        [expected] = answer(engine, [Job(PROMPT, self.PENALIZED)])
+        request = engine.add_request("a", PROMPT, self.PENALIZED)
+        read = model_runner._unpack_logprobs
+        for step in range(8):
+            if step % 2:
+
+                def fail(*args):
+                    raise KeyboardInterrupt
+
+                monkeypatch.setattr(model_runner, "_unpack_logprobs", fail)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step()
+                monkeypatch.setattr(model_runner, "_unpack_logprobs", read)
+            engine.step()
+            self.assert_counts(engine, request)
+        finish(engine)
+        assert request.output_token_ids == expected.output_token_ids
+
+    def test_rows_that_change_hands_count_their_owners_tokens(self, tiny_model):
+        engine = shared_engine(tiny_model("gqa"), **SMALL_POOL)
+        random = np.random.default_rng(0)
+        for wave in range(6):
+            for index in range(6):
+                prompt = random.integers(0, 256, int(random.integers(5, 60))).tolist()
+                engine.add_request(f"{wave}-{index}", prompt, self.PENALIZED)
+            for _ in range(25):
+                scheduled = [entry.request for entry in self.step(engine).scheduled]
+                for request in scheduled:
+                    if request.row >= 0 and request.num_tokens == request.num_computed_tokens + 1:
+                        self.assert_counts(engine, request)
+        assert engine.scheduler.num_preemptions > 0
+        finish(engine)
+
+    def step(self, engine):
+        outputs = []
+        schedule = engine.scheduler.schedule
+        engine.scheduler.schedule = lambda: outputs.append(schedule()) or outputs[-1]
+        try:
+            engine.step()
+        finally:
+            del engine.scheduler.schedule
+        return outputs[-1]
+
+
+class TestPromptLogprobsOfGroups:
+    PARAMS = SamplingParams(n=3, seed=1, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
+
+    @pytest.mark.parametrize("num_steps", [0, 1, 2])
+    def test_next_answer_scores_what_one_that_left_had_not(self, engine, num_steps):
+        prompt = (PROMPT * 4)[:150]  # three steps
+        [whole] = answer(engine, [Job(prompt, self.PARAMS)])
+        request = engine.add_request("a", prompt, self.PARAMS)
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort("a")
+        finish(engine)
+        np.testing.assert_allclose(
+            [entry.logprob for entry in request.forks[1].prompt_logprobs],
+            [entry.logprob for entry in whole.prompt_logprobs],
+            atol=1e-4,
+        )
+        assert len(request.prompt_logprobs) == 149
+
+    def test_answers_that_wait_for_a_row_read_the_prompt_from_the_cache(self, tiny_model):
+        engine = shared_engine(tiny_model("gqa"), max_num_seqs=2)
+        params = dataclasses.replace(self.PARAMS, n=6)
+        before = engine.stats.num_tokens
+        answer(engine, [Job(PROMPT, params)])
+        # 40 once; of the others the first shares 39, four find 32 cached; 3 tokens of each answer.
+        assert engine.stats.num_tokens - before == 40 + 1 + 4 * 8 + 6 * 3
+
+    def test_id_that_is_used_again_does_not_inherit_what_was_asked(self, engine):
+        engine.add_request("a", PROMPT, self.PARAMS)
+        engine.finish("a", "x")
+        engine.abort("a/1")
+        engine.abort("a/2")
+        request = engine.add_request("a", PROMPT, dataclasses.replace(GREEDY))
+        finish(engine)
+        assert request.prompt_logprobs == []
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ([1.9, 2.0], "prompt_token_ids holds 1.9; each entry must be a whole number"),
+        ([True], "holds True"),
+        (["7"], "holds '7'"),
+        ("123", "prompt_token_ids is '123'; it must be a list of token ids"),
+        (b"ab", "is b'ab'"),
+        (None, "is None"),
+    ],
+)
+def test_what_is_no_list_of_ids_is_refused_by_name(engine, token_ids, message):
+    with no_type_checks(), pytest.raises(ValueError, match=message):
+        engine.add_request("a", token_ids)
+    with no_type_checks(), pytest.raises(ValueError, match="bad_words"):
+        engine.add_request("a", PROMPT, SamplingParams(bad_words=["x"]), bad_words=[token_ids])
+    with no_type_checks(), pytest.raises(ValueError, match="params is a dict; give SamplingParams"):
+        engine.add_request("a", PROMPT, {"max_tokens": 3})
+    assert not engine.has_unfinished_requests
+
+
+@contextlib.contextmanager
+def no_type_checks():
+    """As in production."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
