@@ -123,7 +123,7 @@ def check_params(
             raise ValueError(
                 f"SamplingParams.{name} is {asked}; EngineConfig.max_logprobs, {max_logprobs}, and "
                 f"a vocabulary of {num_tokens_known} allow {lowest} to {highest}: ask for less, or "
-                "start the engine with more"
+                "start the engine with more (-1: the whole vocabulary)"
             )
     for name, arguments in (params.extra_args or {}).items():
         processor = processors.get(name)

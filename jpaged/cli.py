@@ -74,7 +74,12 @@ def _make_parser() -> argparse.ArgumentParser:
         help="continue the text as it is, without the model's chat template",
     )
     _add_model(generate)
-    generate.add_argument("-n", type=int, metavar="N", help="answers to each prompt (default: 1)")
+    generate.add_argument(
+        "-n",
+        type=int,
+        metavar="N",
+        help="answers to each prompt (default: 1); more need a --temperature",
+    )
     _add_sampling(generate, max_tokens=256, temperature=0.0)
     _add_engine(generate)
     generate.set_defaults(run=_generate)
@@ -120,9 +125,9 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, temperatu
         ("--top-k", int, "sample among the N most likely tokens (default: all)"),
         ("--top-p", float, "sample among the likeliest tokens that make up this probability"),
         ("--min-p", float, "sample among tokens at least this much as likely as the likeliest"),
-        ("--repetition-penalty", float, "above 1: rather none that prompt or answer hold already"),
-        ("--presence-penalty", float, "above 0: rather none that the answer holds already"),
-        ("--frequency-penalty", float, "the same, as often as the answer holds it"),
+        ("--repetition-penalty", float, "above 1 makes tokens of prompt and answer less likely"),
+        ("--presence-penalty", float, "above 0 makes tokens of the answer less likely"),
+        ("--frequency-penalty", float, "above 0 does so each time they have come"),
         ("--seed", int, "makes a sampled answer repeatable"),
     )
     for flag, kind, text in numbers:
@@ -218,7 +223,8 @@ def _generate(args: argparse.Namespace) -> int:
         for prompt, output in zip(prompts, llm.generate(asked, params), strict=True):
             print(f"> {prompt}")
             for completion in output.outputs:
-                print(f"{completion.text}\n")
+                number = f"[{completion.index + 1}] " if params.n > 1 else ""
+                print(f"{number}{completion.text}\n")
     return 0
 
 

@@ -259,8 +259,8 @@ def _whole_number(name: str, value: object, minimum: int, maximum: int) -> int:
 def _number(name: str, value: object, low: float, high: float, is_low_allowed: bool) -> float:
     number = _as_float(value)
     if not (low <= number if is_low_allowed else low < number) or not number <= high:
-        at_least = f"from {low:g}" if is_low_allowed else f"above {low:g}"
-        raise _error(name, value, f"must be a number {at_least} to {high:g}")
+        range_text = f"from {low:g} to" if is_low_allowed else f"above {low:g} and at most"
+        raise _error(name, value, f"must be a number {range_text} {high:g}")
     return number
 
 
@@ -284,7 +284,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
         raise _error(name, value, "must be a string, or a list or tuple of them")
     for text in value:
         if not isinstance(text, str) or not text:
-            raise _error(name, text, "must be a string, not ''", is_entry=True)
+            raise _error(name, text, "must be a string that is not empty", is_entry=True)
     return tuple(dict.fromkeys(value))
 
 
