@@ -88,6 +88,7 @@ def check_params(
     *,
     num_tokens_known: int,
     max_logprobs: int,
+    logprobs_mode: str,
     processors: Mapping[str, LogitsProcessor],
 ) -> None:
     """Checks ids, numbers of log-probabilities and arguments of logits processors.
@@ -98,6 +99,7 @@ def check_params(
         end_token_ids: Ids that `params.min_tokens` excludes at first.
         num_tokens_known: Ids from here on can never be sampled.
         max_logprobs: As `EngineConfig.max_logprobs`.
+        logprobs_mode: As `EngineConfig.logprobs_mode`.
         processors: The engine's, by name.
 
     Raises:
@@ -113,6 +115,12 @@ def check_params(
                 f"SamplingParams.allowed_token_ids is {params.allowed_token_ids}; bad_words, or "
                 "stop ids with min_tokens, exclude all of them: allow another id"
             )
+    if params.num_samples > params.n and logprobs_mode.endswith("logits"):
+        raise ValueError(
+            f"SamplingParams.best_of is {params.best_of}; it compares log-probabilities, but "
+            f"EngineConfig.logprobs_mode is {logprobs_mode!r}: start the engine with "
+            f"{logprobs_mode.replace('logits', 'logprobs')!r}, or give n alone"
+        )
     lowest = 0 if max_logprobs >= 0 else -1
     highest = min(max_logprobs, num_tokens_known) if max_logprobs >= 0 else num_tokens_known
     for name, asked in (

@@ -27,7 +27,7 @@ from jpaged.config import EngineConfig, ModelConfig
 from jpaged.core.kv_cache_manager import KVCacheManager
 from jpaged.core.scheduler import Scheduler
 from jpaged.models.registry import find_family
-from jpaged.request import NO_TOKEN, FinishReason, Request, SchedulerOutput, StepOutput
+from jpaged.request import NO_LIMIT, NO_TOKEN, FinishReason, Request, SchedulerOutput, StepOutput
 from jpaged.runner import kv_cache, sampling_state
 from jpaged.runner.compile_plan import CompilationCounter, enable_persistent_cache
 from jpaged.runner.logits_processor import LogitsProcessor
@@ -143,7 +143,7 @@ class Engine:
             )
         block_size = config.block_size
         self._processors = index_processors(logits_processors, self.model_config.vocab_size)
-        self._max_logprobs = config.max_logprobs
+        self._max_logprobs, self._logprobs_mode = config.max_logprobs, config.logprobs_mode
 
         def make_runner(max_model_len: int) -> ModelRunner:
             return ModelRunner(
@@ -337,6 +337,8 @@ class Engine:
                 )
         eos = self.model_config.eos_token_ids
         stop_token_ids = frozenset(params.stop_token_ids or ())
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ValueError(f"priority is {priority!r}; it must be a whole number")
         end_token_ids = frozenset(i for i in {*stop_token_ids, *eos} if i < vocab_size)
         words = tuple(tuple(check_ids("bad_words", word)) for word in bad_words)
         check_params(
@@ -345,17 +347,13 @@ class Engine:
             end_token_ids,
             num_tokens_known=self.model_config.num_tokens_known or vocab_size,
             max_logprobs=self._max_logprobs,
+            logprobs_mode=self._logprobs_mode,
             processors=self._processors,
         )
         max_tokens = max(self.max_model_len - len(token_ids), 1)  # the scheduler refuses no room
         if params.max_tokens is not None:
             max_tokens = min(params.max_tokens, max_tokens)
         seed = self._seeds.integers(2**64, dtype=np.uint64) if params.seed is None else params.seed
-        max_cached_tokens = len(token_ids)
-        if params.skip_reading_prefix_cache:
-            max_cached_tokens = 0
-        elif params.prompt_logprobs is not None:
-            max_cached_tokens = params.prompt_logprob_start
         requests = [
             Request(
                 request_id=f"{request_id}/{index}" if index else request_id,
@@ -373,7 +371,10 @@ class Engine:
         ]
         request = requests[0]
         request.forks = requests[1:]
-        request.max_cached_tokens = max_cached_tokens
+        if params.skip_reading_prefix_cache:
+            request.max_cached_tokens = 0
+        elif params.prompt_logprobs is not None:
+            request.max_cached_tokens = params.prompt_logprob_start
         for fork in request.forks:  # whichever computes the prompt scores it for all
             fork.prompt_logprobs = request.prompt_logprobs
         with self._changing_scheduler(ValueError):
@@ -437,9 +438,10 @@ class Engine:
         if not self.scheduler.has_unfinished:
             return []
         started = time.perf_counter()
-        with self._changing_scheduler():
-            output = self.scheduler.schedule()
+        output = None
         try:
+            with self._changing_scheduler():
+                output = self.scheduler.schedule()
             bucket, buffer = self.runner.build(output.scheduled, self.kv_cache_manager.block_tables)
             allocated = self.kv_cache_manager.num_allocated_slots
             used = self.kv_cache_manager.num_used_slots + output.num_tokens
@@ -447,18 +449,19 @@ class Engine:
             if output.copies:
                 self.runner.copy_blocks(output.copies)
             result = self.runner.execute(bucket, buffer, output.scheduled)
+            executed = time.perf_counter()
+            with self._changing_scheduler():
+                if self._unscored:
+                    self._score_prompts(output, result)
+                outputs = self.scheduler.update(output, result.token_ids, result.logprobs)
         except BaseException as error:
-            # An interrupt or a deleted weight may come before the cache is given away; then the
-            # step has not happened, and its requests can be run or aborted as before.
-            if output.copies or self.runner.has_lost_state:
+            # An interrupt or a deleted weight may come before the cache is given away, or before
+            # the result is read; then the step has not happened, and its requests can be run or
+            # aborted as before. If it has run, it has counted tokens that will come again.
+            if output is not None and (output.copies or self.runner.has_lost_state):
                 self._failure = error
-            self.runner.forget_rows()  # if it has run, it has counted tokens that come again
+            self.runner.forget_rows()
             raise
-        executed = time.perf_counter()
-        with self._changing_scheduler():
-            if self._unscored:
-                self._score_prompts(output, result)
-            outputs = self.scheduler.update(output, result.token_ids, result.logprobs)
         ended = time.perf_counter()
 
         self.last_bucket = bucket
@@ -501,7 +504,7 @@ class Engine:
             request.prompt_logprobs += itertools.islice(scored, count)
         for request in done:
             del self._unscored[request.request_id]
-            request.max_cached_tokens = request.num_prompt_tokens
+            request.max_cached_tokens = NO_LIMIT
 
     def _check_alive(self) -> None:
         if self._is_closed:
@@ -525,8 +528,9 @@ class Engine:
                 f"update_weights: {len(self.scheduler.requests)} requests are unfinished; finish "
                 "or abort them first"
             )
-        self.runner.update_leaves(model)
-        self.reset_prefix_cache()
+        with self._changing_scheduler(ValueError):
+            self.runner.update_leaves(model)
+            self.reset_prefix_cache()
 
     def close(self) -> None:
         """Aborts all requests and frees the KV cache; the engine cannot be used afterwards."""

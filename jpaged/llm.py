@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 from tqdm import tqdm
 
+from jpaged.admission import check_ids
 from jpaged.answers import AnswerGroup
 from jpaged.checkpoint import open_checkpoint
 from jpaged.config import EngineConfig
@@ -316,6 +317,10 @@ class LLM:
         beginning-of-sequence token (`Tokenizer.encode_pair`).
         """
         tokenizer = self.get_tokenizer()
+        for pair in pairs:
+            is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+            if not is_pair or not all(isinstance(text, str) for text in pair):
+                raise ValueError(f"pairs holds {pair!r}; each entry must be two texts")
         scored = self._score([tokenizer.encode_pair(*pair) for pair in pairs], use_tqdm)
         return [(output.sum, output.is_greedy) for output in scored]
 
@@ -365,7 +370,7 @@ class LLM:
             )
         if not isinstance(prompt, str):
             if all(isinstance(entry, Integral) for entry in prompt):
-                return None, [int(i) for i in prompt]  # type: ignore[arg-type]
+                return None, check_ids("a prompt", prompt)
             if not all(isinstance(entry, Mapping) for entry in prompt):
                 raise ValueError(
                     f"a prompt is the list {prompt!r:.200}; its entries must all be token ids, or "

@@ -16,6 +16,9 @@ from jpaged.sampling_params import SamplingParams
 NO_TOKEN = -1
 """Sampled where there is no token: all are excluded, the logits are not finite, none is wanted."""
 
+NO_LIMIT = 2**63 - 1
+"""More than there can be."""
+
 
 class Status(enum.Enum):
     """Where a request stands."""
@@ -104,7 +107,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     forks: list["Request"] = field(default_factory=list["Request"])
-    max_cached_tokens: int = 2**63 - 1
+    max_cached_tokens: int = NO_LIMIT
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0

@@ -93,7 +93,8 @@ class SamplingParams:
         prompt_logprob_start: Return them from prompt token `prompt_logprob_start + 1` on only. What
             stands before may then come from the cache.
         stop: Strings that end the answer, which is cut before them.
-        stop_token_ids: Ids that end the answer, besides the model's end-of-sequence ids.
+        stop_token_ids: Ids that end the answer, besides the model's end-of-sequence ids. As in
+            vLLM, they may lie beyond the vocabulary, since one list serves several models.
         ignore_eos: Go on after the model's end-of-sequence ids.
         detokenize: Whether the answer has a text.
         include_stop_str_in_output: Keep the stop string at the end of the text.
@@ -145,7 +146,7 @@ class SamplingParams:
                 raise _error(name, getattr(self, name), "must be True or False")
         self._set("stop", _texts("stop", self.stop))
         self._set("bad_words", _texts("bad_words", self.bad_words))
-        self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or ()))
+        self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
@@ -180,6 +181,12 @@ class SamplingParams:
                 "max_tokens",
                 0,
                 "must be at least 1, except to score a prompt, with prompt_logprobs and n = 1",
+            )
+        if self.prompt_logprob_start and self.prompt_logprobs is None:
+            raise _error(
+                "prompt_logprob_start",
+                self.prompt_logprob_start,
+                "must be 0 without prompt_logprobs",
             )
         if self.stop and not self.detokenize:
             raise _error(
@@ -289,6 +296,8 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
     if hasattr(value, "tolist"):  # an array
         value = value.tolist()  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(value, (list, tuple)):
@@ -310,6 +319,8 @@ def _biases(value: object) -> dict[int, float]:
         # JSON has no whole numbers as keys.
         digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
         token_id = _id("logit_bias", int(key) if digits else key)
+        if token_id in biases:
+            raise _error("logit_bias", {key: bias}, "must have an id of its own", is_entry=True)
         number = _as_float(bias)
         if not -_MAX_BIAS <= number <= _MAX_BIAS:
             raise _error(

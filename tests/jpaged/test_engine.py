@@ -453,6 +453,26 @@ class TestPromptLogprobsOfGroups:
         assert request.prompt_logprobs == []
 
 
+def test_preempted_request_reads_its_own_answer_back_from_the_cache(tiny_model):
+    engine = shared_engine(tiny_model("gqa"), **SMALL_POOL)
+    params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    num_hits = []
+    find = engine.kv_cache_manager.find_cached_prefix
+
+    def spy(request):
+        prefix = find(request)
+        if request.num_preemptions:
+            num_hits.append(prefix.num_tokens)
+        return prefix
+
+    engine.kv_cache_manager.find_cached_prefix = spy
+    try:
+        answer(engine, [Job([index] * 16, params) for index in range(4)])
+    finally:
+        del engine.kv_cache_manager.find_cached_prefix
+    assert max(num_hits) > 16
+
+
 @pytest.mark.parametrize(
     ("token_ids", "message"),
     [

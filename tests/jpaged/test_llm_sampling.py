@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -192,6 +193,9 @@ def test_other_modes_report_what_they_say(mode, tiny_model):
     )  # fmt: skip
     with LLM(tiny_model("gqa"), logprobs_mode=mode, **LIMITS) as llm:
         [output] = llm.generate([PROMPT], params)
+        if mode.endswith("logits"):
+            with pytest.raises(ValueError, match="best_of is 2; .*logprobs_mode is"):
+                llm.generate([PROMPT], SamplingParams(best_of=2))
     [completion] = output.outputs
     raw = naive.tiny_llama("gqa").logits([*PROMPT, *completion.token_ids])[39:-1]
     edited = raw + 4.0 * (np.arange(raw.shape[1]) == 3)
@@ -374,6 +378,15 @@ class TestScore:
         got = llm.loglikelihood(pairs)
         assert [greedy for _, greedy in got] == [greedy for _, greedy in expected]
         np.testing.assert_allclose([s for s, _ in got], [s for s, _ in expected], atol=1e-4)
+
+    @pytest.mark.parametrize("pair", ["ab", ("a",), (1, 2), None, ["a", None]])
+    def test_what_is_no_pair_of_texts_is_refused(self, llm, pair):
+        jaxtyping.config.update("jaxtyping_disable", True)  # as in production
+        try:
+            with pytest.raises(ValueError, match="pairs holds .*each entry must be two texts"):
+                llm.loglikelihood([("a", "b"), pair])
+        finally:
+            jaxtyping.config.update("jaxtyping_disable", False)
 
     def test_mistakes_are_named_before_anything_runs(self, llm):
         steps = llm.engine.stats.steps

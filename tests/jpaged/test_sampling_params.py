@@ -98,6 +98,8 @@ def no_type_checks() -> Iterator[None]:
         ("logprobs", 1.0),
         ("stop", 5),
         ("stop_token_ids", 5),
+        ("stop_token_ids", 0),
+        ("stop_token_ids", "7"),
         ("ignore_eos", 1),
     ],
 )
@@ -114,6 +116,8 @@ def test_value_out_of_range_is_refused_with_field_and_value(field, value):
     ("field", "bad"),
     [
         ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {5: 1.0, "5": 2.0}),
+        ("logit_bias", {"5": 1.0, "05": 2.0}),
         ("logit_bias", {"abc": 1.0}),
         ("logit_bias", {"-1": 1.0}),
         ("logit_bias", {"1.0": 1.0}),
@@ -147,6 +151,7 @@ def test_bad_entry_of_a_mapping_is_refused_with_field_and_entry(field, bad):
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5; it must be at most max_tokens, 4"),
         ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
         ({"max_tokens": 0, "prompt_logprobs": 0, "n": 2}, "max_tokens is 0"),
+        ({"prompt_logprob_start": 3}, "prompt_logprob_start is 3; it must be 0 without"),
         ({"stop": "x", "detokenize": False}, "stop is .*; it must be empty where detokenize"),
     ],
 )
@@ -256,6 +261,8 @@ def test_any_number_is_taken_and_kept_as_plain_python(field, value):
 def test_ids_of_numpy_are_kept_as_plain_python():
     ids = SamplingParams(stop_token_ids=list(np.array([3, 4]))).stop_token_ids
     assert ids == (3, 4) and {type(token_id) for token_id in ids} == {int}
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        assert getattr(SamplingParams(**{field: np.array([0])}), field) == (0,)
 
 
 @pytest.mark.parametrize(
