@@ -46,10 +46,12 @@ def _check_result(processor: LogitsProcessor, vocab_size: int) -> None:
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     logits = shape(jnp.dtype("float32"), vocab_size)
-    context = LogitsContext(
-        counts=shape(jnp.dtype("int32"), vocab_size),
-        in_prompt=shape(jnp.dtype("bool"), vocab_size),
-        num_output_tokens=shape(jnp.dtype("int32")),
+    context = LogitsContext._make(
+        [
+            shape(jnp.dtype("int32"), vocab_size),
+            shape(jnp.dtype("bool"), vocab_size),
+            shape(jnp.dtype("int32")),
+        ]
     )
     arguments = shape(jnp.dtype("float32"), processor.num_arguments)
     result = jax.eval_shape(processor.function, logits, arguments, context)
