@@ -64,10 +64,10 @@ class Steps:
             biases=np.full((num_lines, vocab_size), np.nan, np.float32),
         )
 
-    def build(self, requests: Sequence[Request]) -> SamplingInputs:
-        """The step that samples each request's next token; writes the lines that it needs."""
+    def build(self, requests: Sequence[Request], *, samples: bool = True) -> SamplingInputs:
+        """The step that computes each request's last token; writes the lines that it needs."""
         scheduled = [
-            ScheduledRequest(request, request.num_tokens - 1, 1, True) for request in requests
+            ScheduledRequest(request, request.num_tokens - 1, 1, samples) for request in requests
         ]
         block_tables = np.zeros((len(self.state.counts), 1), np.int32)
         bucket, buffer = self.builder.build(scheduled, block_tables)

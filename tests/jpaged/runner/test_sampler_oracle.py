@@ -103,9 +103,10 @@ def run_step(
     mode: oracle.Mode = "processed_logits",
     num_alternatives: int = VOCAB_SIZE,
     num_devices: int = 1,
+    samples: bool = True,
 ) -> Sampled:
     """Samples one step of requests; of a batch that is not full, the last rows are padding."""
-    sampling = steps.build(requests)
+    sampling = steps.build(requests, samples=samples)
     num_known = len(batch[0].logits)
     vocab_size = steps.state.counts.shape[1]
     logits = np.zeros((steps.bucket.num_rows, num_known), np.float32)
@@ -334,6 +335,18 @@ def test_state_follows_the_answer_from_step_to_step(data):
             if token_id == NO_TOKEN:  # the engine ends such a request
                 return
             requests[index].token_ids.append(int(token_id))
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_only_ids_that_an_answer_gets_are_counted(samples):
+    row = Row(prompt_token_ids=[1], output_token_ids=[2], frequency_penalty=0.5, temperature=0.0)
+    plain = Row(prompt_token_ids=[1], temperature=0.0)
+    batch = [Asked("plain", 3.0, 0, NUM_TOKENS_KNOWN, asked, 5) for asked in (row, plain)]
+    steps = Steps(num_rows=NUM_ROWS, num_lines=NUM_LINES, vocab_size=VOCAB_SIZE)
+    sampled = run_step(steps, make_requests(batch, [4, 2]), batch, samples=samples)
+    expected = steps.state.counts.copy()
+    expected[4, sampled.token_ids[0]] += samples  # and nothing for the row without penalties
+    np.testing.assert_array_equal(sampled.counts, expected)
 
 
 def test_oracle_is_seldom_in_doubt():
