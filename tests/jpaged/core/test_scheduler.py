@@ -50,7 +50,7 @@ class FakeRunner:
         self.age = 0
         self.admitted_at_age = {}
         self.forked = set()
-        self.parents = {}
+        self.groups = {}
 
     def execute(self, output):
         """Makes the copies, then writes and reads; returns the sampled tokens."""
@@ -64,9 +64,8 @@ class FakeRunner:
                 self.cache[destination * block_size + offset] = content
         running = set(self.scheduler._running)
         ages = self.admitted_at_age
-        # One of several answers to a prompt takes over what the first one has computed of it.
         self.admitted_at_age = {
-            request_id: ages.get(request_id, ages.get(self.parents.get(request_id), self.age))
+            request_id: ages[request_id] if request_id in ages else self.age_of_group(request_id)
             for request_id in running
         }
         written = set()
@@ -92,6 +91,11 @@ class FakeRunner:
             assert samples == (start + num_tokens == request.num_tokens)
             token_ids.append(next_token(request.token_ids, request.seed))
         return token_ids
+
+    def age_of_group(self, request_id):
+        """Of several answers to a prompt, one takes over what another has computed of it."""
+        group = self.groups.get(request_id, ())
+        return min([self.age, *(age for i, age in self.admitted_at_age.items() if i in group)])
 
     def step(self):
         output = self.scheduler.schedule()
@@ -854,8 +858,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for index in range(num_samples)
         ]
         requests[0].forks = requests[1:]
-        for child in requests[1:]:
-            self.runner.parents[child.request_id] = requests[0].request_id
+        ids = {request.request_id for request in requests}
+        self.runner.groups |= dict.fromkeys(ids, ids)
         self.scheduler.add(requests[0])
 
     @precondition(lambda self: self.under_way is None)

@@ -133,8 +133,8 @@ def floats(low: float, high: float, **options: bool) -> st.SearchStrategy[float]
     return st.floats(low, high, width=32, allow_subnormal=False, **options)
 
 
-def asked_values(name: str, n: int, output: list[int]) -> st.SearchStrategy[Any]:
-    """What a field may hold, with `n` known ids, after an answer so far."""
+def asked_values(name: str, n: int, prompt: list[int], output: list[int]) -> st.SearchStrategy[Any]:
+    """What a field may hold, with `n` known ids, after a prompt and an answer so far."""
     ids = st.integers(0, n - 1)
     match name:
         case "temperature":
@@ -154,8 +154,9 @@ def asked_values(name: str, n: int, output: list[int]) -> st.SearchStrategy[Any]
         case "allowed_token_ids":
             return st.lists(ids, min_size=1, max_size=12, unique=True)
         case "bad_words":
-            # Half of them go on where the answer ends.
-            before = st.integers(0, min(3, len(output))).map(lambda i: output[len(output) - i :])
+            # Half of them go on where the answer ends; some begin in the prompt and do not count.
+            tail = [*prompt, *output][-3:]
+            before = st.integers(0, len(tail)).map(lambda start: tail[start:])
             word = st.builds(lambda before, last: [*before, last], before, ids)
             return st.lists(word | st.lists(ids, min_size=1, max_size=3), min_size=1, max_size=5)
         case "min_tokens":
@@ -178,7 +179,7 @@ def rows(draw, n: int, fields: Sequence[str] | None = None) -> Row:
     prompt, output = draw(ids.filter(bool)), draw(ids)
     if fields is None:
         fields = draw(st.lists(st.sampled_from(FIELDS), unique=True, max_size=len(FIELDS)))
-    asked = {name: draw(asked_values(name, n, output)) for name in fields}
+    asked = {name: draw(asked_values(name, n, prompt, output)) for name in fields}
     end_token_ids = draw(st.lists(few, max_size=3))
     return Row(
         prompt_token_ids=prompt, output_token_ids=output, end_token_ids=end_token_ids, **asked
