@@ -917,7 +917,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         child.token_ids += parent.output_token_ids[:num_kept]
         self.runner.forked.add(child.request_id)
         if self.scheduler.fork(parent.request_id, child):
-            age = self.runner.admitted_at_age.get(parent.request_id, self.runner.age)
+            ages, parent_id = self.runner.admitted_at_age, parent.request_id
+            age = ages[parent_id] if parent_id in ages else self.runner.age_of_group(parent_id)
             self.runner.admitted_at_age[child.request_id] = age
 
     @rule()
