@@ -2,8 +2,9 @@
 
     python -m benchmarks.scoring [--model smollm2] [--repeat 3]
 
-`LLM.score` wants the completions' log-probabilities only, so that all but the first read the context
-from the cache; asking for those of the whole prompt computes it every time. In turn, in one process.
+`LLM.score` wants the completions' log-probabilities only, so that all but the first read the
+context from the cache; asking for those of the whole prompt computes it every time. In turn, in
+one process.
 """
 
 import argparse
@@ -32,7 +33,8 @@ def main() -> None:
     args = parser.parse_args()
     random = np.random.default_rng(0)
     with LLM(args.model) as llm:
-        vocab_size = llm.engine.model_config.num_tokens_known or llm.engine.model_config.vocab_size
+        model_config = llm.engine.model_config
+        vocab_size = model_config.num_tokens_known or model_config.vocab_size
         context = random.integers(0, vocab_size, args.context).tolist()
         shape = args.completions, args.completion
         completions = random.integers(0, vocab_size, shape).tolist()
