@@ -101,7 +101,8 @@ class CompilePlan:
 
     def start(self, names: Iterable[Any]) -> None:
         """Lowers programs that are not compiled yet and compiles them in the background."""
-        names = [n for n in names if n not in self._compiled and n not in self._compiling]
+        done = self._compiled.keys() | self._compiling.keys()
+        names = [name for name in dict.fromkeys(names) if name not in done]
         pool = ThreadPoolExecutor(os.cpu_count() or 1)
         try:
             # Lowering holds Python's lock; it is done here while earlier programs compile.
@@ -116,7 +117,7 @@ class CompilePlan:
         Waits for those that were started before as well: afterwards nothing compiles.
         """
         names = self._lower if names is None else names
-        missing = [name for name in names if name not in self._compiled]
+        missing = [name for name in dict.fromkeys(names) if name not in self._compiled]
         if not missing and not self._compiling:
             return
         missing += [name for name in self._compiling if name not in missing]

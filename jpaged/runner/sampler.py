@@ -21,6 +21,8 @@ from jpaged.runner.sampling_state import IN_PROMPT, SamplingState
 from jpaged.runner.step_inputs import RowFlag, SamplingInputs
 
 _CHUNK = 256  # ids per partial sum of the cumulative distribution
+_GROUP = 64  # ids that are represented by their greatest while the largest are searched
+_NUM_NEAREST = 128  # most likely ids, among which a filter's threshold is searched first
 
 
 class Logprobs(NamedTuple):
@@ -147,8 +149,8 @@ def find_logprobs(
     total = jax.nn.logsumexp(values, axis=-1, keepdims=True) if normalize else 0.0
 
     def find_best():
-        top, top_ids = jax.lax.top_k(values, num_alternatives)
-        return top_ids.astype(jnp.int32), top - total
+        top, top_ids = find_largest(values, num_alternatives)
+        return top_ids, top - total
 
     num_rows, vocab_size = values.shape
     nothing = _no_logprobs(num_rows, vocab_size, num_alternatives)
@@ -156,6 +158,28 @@ def find_logprobs(
         wants_alternatives, find_best, lambda: (nothing.top_ids, nothing.top_logprobs)
     )
     return Logprobs((chosen - total)[:, 0], ranks, top_ids, top_logprobs)
+
+
+def find_largest(
+    values: Float[Array, "B V"], k: int
+) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
+    """The k largest values per row and their ids; of equals, the lower id comes first.
+
+    The k largest are in the k groups whose greatest are largest, so only those are sorted: 0.4
+    instead of 1.9 ms for 20 of 49,152 in 16 rows on two Zen cores (`lax.top_k` took the latter).
+    """
+    num_rows, vocab_size = values.shape
+    num_groups = vocab_size // _GROUP
+    if vocab_size % _GROUP or num_groups < 2 * k:
+        top, ids = jax.lax.top_k(values, k)
+        return top, ids.astype(jnp.int32)
+    groups = values.reshape(num_rows, num_groups, _GROUP)
+    _, best = jax.lax.top_k(jnp.max(groups, axis=-1), k)
+    best = jnp.sort(best, axis=-1)  # equals stay in the order of their ids
+    rows = jnp.arange(num_rows)[:, None]
+    top, places = jax.lax.top_k(groups[rows, best].reshape(num_rows, -1), k)
+    ids = best[rows, places // _GROUP] * _GROUP + places % _GROUP
+    return top, ids.astype(jnp.int32)
 
 
 def _no_logprobs(num_rows: int, vocab_size: int, num_alternatives: int) -> Logprobs:
@@ -248,23 +272,51 @@ def _find_threshold(
         probs: exp(-distances).
         sampling: What each row asks.
     """
-    top_k, top_p = sampling.top_k, sampling.top_p
+    is_greedy = sampling.temperature == 0.0
     vocab_size = probs.shape[1]
-    k = jnp.where((top_k <= 0) | (top_k > vocab_size), vocab_size, top_k)
+    k = jnp.where((sampling.top_k <= 0) | is_greedy, vocab_size, sampling.top_k)
+    top_p = jnp.where(is_greedy, 1.0, sampling.top_p)
+    num_nearest = min(_NUM_NEAREST, vocab_size)
+    nearest = jax.lax.cond(
+        jnp.any((k < vocab_size) | (top_p < 1.0)),
+        lambda: -find_largest(-distances, num_nearest)[0],
+        lambda: jnp.zeros((probs.shape[0], num_nearest), jnp.float32),
+    )
+
+    threshold = jnp.take_along_axis(nearest, jnp.minimum(k, num_nearest)[:, None] - 1, axis=-1)
+    threshold = jnp.where(k < vocab_size, threshold[:, 0], jnp.inf)
+    is_far = (k > num_nearest) & (k < vocab_size)
     threshold = jax.lax.cond(
-        jnp.any(k < vocab_size),
-        lambda: _smallest_threshold(
-            lambda keep: jnp.sum(keep, axis=-1, dtype=jnp.int32) >= k, distances
+        jnp.any(is_far),
+        lambda: jnp.where(
+            is_far,
+            _smallest_threshold(
+                lambda keep: jnp.sum(keep, axis=-1, dtype=jnp.int32) >= k, distances
+            ),
+            threshold,
         ),
-        lambda: jnp.full_like(top_p, jnp.inf),
+        lambda: threshold,
     )
     threshold = jnp.minimum(threshold, -jnp.log(sampling.min_p))
 
     def find_nucleus():
         kept = jnp.where(distances <= threshold[:, None], probs, 0.0)
         mass = top_p * jnp.sum(kept, axis=-1)
-        nucleus = _smallest_threshold(
-            lambda keep: jnp.sum(jnp.where(keep, kept, 0.0), axis=-1) >= mass, distances
+        near = jnp.where(nearest <= threshold[:, None], jnp.exp(-nearest), 0.0)
+        is_enough = jnp.cumsum(near, axis=-1) >= mass[:, None]
+        first = jnp.argmax(is_enough, axis=-1)[:, None]
+        nucleus = jnp.take_along_axis(nearest, first, axis=-1)[:, 0]
+        is_far = ~jnp.any(is_enough, axis=-1) & (top_p < 1.0)
+        nucleus = jax.lax.cond(
+            jnp.any(is_far),
+            lambda: jnp.where(
+                is_far,
+                _smallest_threshold(
+                    lambda keep: jnp.sum(jnp.where(keep, kept, 0.0), axis=-1) >= mass, distances
+                ),
+                nucleus,
+            ),
+            lambda: nucleus,
         )
         # At top_p = 1 rounding of the sums must not exclude anything.
         return jnp.where(top_p < 1.0, nucleus, jnp.inf)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jpaged.runner.sampler import Sampled, sample
+from jpaged.runner.sampler import Sampled, find_largest, sample
 from jpaged.runner.sampling_state import SamplingState
 from jpaged.runner.step_inputs import RowFlag, SamplingInputs
 from jpaged.sampling_params import SamplingParams
@@ -220,6 +220,37 @@ def test_first_and_last_token_can_be_drawn():
         logits[:, [0, -1]] = 0.0
         token_ids = draw(logits, seeds=np.arange(64)).token_ids
         assert set(token_ids) == {0, vocab_size - 1}
+
+
+@pytest.mark.parametrize(("vocab_size", "k"), [(1024, 8), (1024, 9), (1000, 3), (64, 64)])
+@pytest.mark.parametrize("rarity", [0.1, 0.5, 0.99])
+def test_largest_values_come_first_and_of_equals_the_lower_id(vocab_size, k, rarity):
+    values = np.random.default_rng(0).geometric(rarity, (20, vocab_size)).astype(np.float32)
+    values[values == 1] = -np.inf
+    values[0] = -np.inf
+    expected = np.argsort(-values, axis=-1, kind="stable")[:, :k]
+    largest, ids = jax.jit(find_largest, static_argnums=1)(values, k)
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_array_equal(largest, np.take_along_axis(values, expected, axis=-1))
+
+
+@pytest.mark.parametrize("peaks", [1, 127, 128, 129, 250])
+def test_filters_keep_the_same_whether_few_or_many_tokens_are_likely(peaks):
+    """Thresholds are searched among the 128 most likely tokens first, then among all."""
+    logits = np.full((1, 300), -30.0, np.float32)
+    logits[0, 300 - peaks :] = np.linspace(0.0, -1.0, peaks, dtype=np.float32)
+    probs = naive.softmax(logits[0].astype(np.float64))
+    num_seeds = 2000
+    for top_k, top_p in [(peaks, 1.0), (0, 0.6), (0, 0.95), (140, 0.999), (128, 0.999)]:
+        best = np.sort(probs)[::-1][: top_k or 300]
+        kept = min(int(np.sum(np.cumsum(best / best.sum()) < top_p)) + 1, len(best))
+        sampled = draw(
+            np.repeat(logits, num_seeds, axis=0), top_k=top_k, top_p=top_p, seeds=range(num_seeds)
+        )
+        drawn = set(np.asarray(sampled.token_ids) - (300 - peaks))
+        assert max(drawn) < kept
+        if kept < 130:
+            assert len(drawn) == kept
 
 
 def test_log_probabilities_are_the_models_own_before_temperature_and_filters():
