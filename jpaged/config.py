@@ -7,6 +7,7 @@ imports JAX. What one caller asks of one request is `jpaged.sampling_params`.
 from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "xla", "triton")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 
@@ -154,6 +155,9 @@ class EngineConfig:
             up to `max_num_batched_tokens`.
         dtype: "auto" (float32 on CPU, the checkpoint's 16-bit type or bfloat16 on GPU),
             "float32" or "bfloat16".
+        attention_backend: "auto" (by a table of measurements, for the GPU at hand; on CPU the
+            CPU's own kernel), or one of "xla" and "triton". GPU kernels that are asked for on a
+            CPU are interpreted, which is slow and for tests.
         max_logprobs: Alternatives whose log-probabilities a request may ask for, at most; -1: the
             whole vocabulary, which every step then has room for.
         logprobs_mode: What is reported: "raw_logprobs" or "raw_logits" of the model's own
@@ -176,6 +180,7 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] | None = None
     mixed_buckets: tuple[int, ...] | None = None
     dtype: str = "auto"
+    attention_backend: str = "auto"
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
     seed: int = 0
@@ -215,6 +220,11 @@ class EngineConfig:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(
                 f"{owner}.dtype is {self.dtype!r}; it must be 'auto', 'float32' or 'bfloat16'"
+            )
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            raise ValueError(
+                f"{owner}.attention_backend is {self.attention_backend!r}; it must be one of "
+                f"{', '.join(ATTENTION_BACKENDS)}"
             )
         for name in ("decode_buckets", "mixed_buckets"):
             sizes: tuple[int, ...] | None = getattr(self, name)

@@ -35,6 +35,8 @@ from jpaged.runner.memory_plan import plan_num_blocks
 from jpaged.runner.model_runner import ModelRunner, StepResult, check_leaves
 from jpaged.runner.step_inputs import Bucket, BucketTable
 from jpaged.sampling_params import SamplingParams
+from pallas_kernels.paged_attention.choice import Shape as AttentionShape
+from pallas_kernels.paged_attention.choice import choose as choose_attention
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +146,18 @@ class Engine:
         block_size = config.block_size
         self._processors = index_processors(logits_processors, self.model_config.vocab_size)
         self._max_logprobs, self._logprobs_mode = config.max_logprobs, config.logprobs_mode
+        kernels, reason = choose_attention(
+            AttentionShape(
+                num_heads=self.model_config.num_heads,
+                num_kv_heads=self.model_config.num_kv_heads,
+                head_dim=self.model_config.head_dim,
+                block_size=block_size,
+                dtype=str(self.dtype),
+            ),
+            jax.devices()[0],
+            backend=config.attention_backend,
+        )
+        logger.info("%s", reason)
 
         def make_runner(max_model_len: int) -> ModelRunner:
             return ModelRunner(
@@ -157,6 +171,7 @@ class Engine:
                 max_logprobs=config.max_logprobs,
                 logprobs_mode=config.logprobs_mode,
                 processors=logits_processors,
+                kernels=kernels,
             )
 
         self.num_blocks = plan_num_blocks(

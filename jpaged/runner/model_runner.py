@@ -36,6 +36,7 @@ from jpaged.runner.step_inputs import (
     unpack,
 )
 from jpaged.sampling_params import SamplingParams
+from pallas_kernels.paged_attention import Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class ModelRunner:
         max_logprobs: int = 0,
         logprobs_mode: str = "raw_logprobs",
         processors: Sequence[LogitsProcessor] = (),
+        kernels: Kernels | None = None,
     ):
         """Splits the model and plans its programs; allocates and compiles nothing.
 
@@ -119,6 +121,7 @@ class ModelRunner:
             max_logprobs: Alternatives' log-probabilities that a request may ask for; -1: all.
             logprobs_mode: As `EngineConfig.logprobs_mode`.
             processors: Traced into every step.
+            kernels: That attend; `None`: the platform's own code.
         """
         self._graphdef, state = nnx.split(model)
         leaves, self._treedef = jax.tree.flatten(state)
@@ -138,12 +141,14 @@ class ModelRunner:
         self._logprobs_mode = logprobs_mode
         self._processors = tuple(processors)
         self._num_arguments = sum(processor.num_arguments for processor in processors)
+        self._kernels = kernels
         self._builder = StepInputsBuilder(
             buckets=buckets,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             vocab_size=config.vocab_size,
             processors=processors,
+            kernels=kernels,
         )
         self._plan = CompilePlan({})
 
@@ -159,7 +164,7 @@ class ModelRunner:
             return jax.ShapeDtypeStruct((size,), jnp.int32)
 
         def lower_step(bucket: Bucket):
-            size = buffer_size(bucket, self.max_blocks, self._num_arguments)
+            size = buffer_size(bucket, self.max_blocks, self._num_arguments, self._kernels)
             step = jax.jit(partial(self._step, bucket), donate_argnums=(1, 2))
             return step.lower(leaves, cache, *state, ints(size))
 
@@ -254,7 +259,7 @@ class ModelRunner:
     def _step(self, bucket: Bucket, leaves, kv_cache, counts, biases, buffer):
         """The traced step; see the module's docstring."""
         model = self._merge(leaves)
-        inputs = unpack(buffer, bucket, self.max_blocks, self._num_arguments)
+        inputs = unpack(buffer, bucket, self.max_blocks, self._num_arguments, self._kernels)
         hidden, kv_cache = model(
             inputs.token_ids, inputs.attention.positions, kv_cache, inputs.attention
         )

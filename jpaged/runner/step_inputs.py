@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 from jpaged.request import Request, ScheduledRequest
 from jpaged.runner.logits_processor import LogitsProcessor
 from jpaged.runner.sampling_state import BiasLine, build_counts
-from pallas_kernels.paged_attention import AttentionInputs
+from pallas_kernels.paged_attention import AttentionInputs, AttentionPlan, Kernels
+from pallas_kernels.paged_attention.plan import cut_arrays, fill_plan, plan_sizes
 
 AnyArray = Any  # NumPy on the host, traced on the device
 
@@ -221,7 +222,13 @@ class _Cursor:
         return jax.lax.bitcast_convert_type(ints, jnp.float32)
 
 
-def unpack(buffer: Any, bucket: Bucket, max_blocks: int, num_arguments: int = 0) -> StepInputs:
+def unpack(
+    buffer: Any,
+    bucket: Bucket,
+    max_blocks: int,
+    num_arguments: int = 0,
+    kernels: Kernels | None = None,
+) -> StepInputs:
     """Cuts a flat int32 buffer, NumPy or traced, into the inputs of a step."""
     num_tokens, num_rows = bucket
     cut = _Cursor(buffer)
@@ -233,6 +240,7 @@ def unpack(buffer: Any, bucket: Bucket, max_blocks: int, num_arguments: int = 0)
             query_start_loc=cut.ints(num_rows + 1),
             seq_lens=cut.ints(num_rows),
             block_tables=cut.ints(num_rows, max_blocks),
+            plan=_cut_plan(cut, bucket, kernels),
         ),
         logits_indices=cut.ints(num_rows),
         sampling=SamplingInputs(
@@ -245,10 +253,22 @@ def unpack(buffer: Any, bucket: Bucket, max_blocks: int, num_arguments: int = 0)
     )
 
 
-def buffer_size(bucket: Bucket, max_blocks: int, num_arguments: int = 0) -> int:
+def buffer_size(
+    bucket: Bucket, max_blocks: int, num_arguments: int = 0, kernels: Kernels | None = None
+) -> int:
     """Length of the int32 buffer that `unpack` cuts."""
     per_row = 3 + max_blocks + _NUM_FLOATS + num_arguments + _NUM_INTS + 3
-    return 3 * bucket.num_tokens + bucket.num_rows * per_row + 1
+    size = 3 * bucket.num_tokens + bucket.num_rows * per_row + 1
+    if kernels is not None and kernels.tiling is not None:
+        size += plan_sizes(kernels.tiling, **bucket._asdict()).num_ints
+    return size
+
+
+def _cut_plan(cut: _Cursor, bucket: Bucket, kernels: Kernels | None) -> AttentionPlan | None:
+    if kernels is None or kernels.tiling is None:
+        return None if kernels is None else AttentionPlan(kernels)
+    sizes = plan_sizes(kernels.tiling, **bucket._asdict())
+    return AttentionPlan(kernels, cut_arrays(cut.ints(sizes.num_ints), sizes))
 
 
 class StateLine(NamedTuple):
@@ -281,12 +301,14 @@ class StepInputsBuilder:
         max_num_seqs: int,
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
+        kernels: Kernels | None = None,
     ):
         """Prepares one line of sampling parameters per block-table row."""
         self.buckets = buckets
         self.block_size = block_size
         self.state_lines: list[StateLine] = []
         self._vocab_size = vocab_size
+        self._kernels = kernels
         self._processors = tuple(processors)
         self._num_arguments = sum(processor.num_arguments for processor in processors)
         self._buffers: dict[Bucket, list[tuple[np.ndarray, StepInputs]]] = {}
@@ -355,6 +377,15 @@ class StepInputsBuilder:
         blocks, offsets = np.divmod(positions, self.block_size)
         slots = block_tables[token_rows, blocks] * self.block_size + offsets
         attention.slot_mapping[:num_tokens] = slots
+        plan = attention.plan
+        if plan is not None and plan.arrays is not None and plan.kernels.tiling is not None:
+            fill_plan(
+                plan.arrays,
+                plan.kernels.tiling,
+                query_start_loc=np.asarray(attention.query_start_loc)[: num_rows + 1],
+                seq_lens=seq_lens,
+                block_tables=np.asarray(attention.block_tables)[:num_rows],
+            )
         inputs.logits_indices[:num_rows] = ends - 1
         sampling.floats[:, :num_rows] = self._floats[:, rows]
         sampling.ints[:, :num_rows] = self._ints[:, rows]
@@ -375,8 +406,9 @@ class StepInputsBuilder:
         """
         buffers = self._buffers.setdefault(bucket, [])
         if len(buffers) < 2:
-            buffer = np.zeros(buffer_size(bucket, max_blocks, self._num_arguments), np.int32)
-            buffers.append((buffer, unpack(buffer, bucket, max_blocks, self._num_arguments)))
+            layout = (bucket, max_blocks, self._num_arguments, self._kernels)
+            buffer = np.zeros(buffer_size(*layout), np.int32)
+            buffers.append((buffer, unpack(buffer, *layout)))
         else:
             buffers.reverse()
             buffers[-1][0].fill(0)

@@ -20,12 +20,24 @@ from jaxtyping import Array, Float
 from pallas_kernels.paged_attention.cpu import DTYPES, paged_attention_cpu
 from pallas_kernels.paged_attention.inputs import (
     AttentionInputs,
+    AttentionPlan,
+    Kernels,
     kv_cache_layer_shape,
     write_kv_cache,
 )
+from pallas_kernels.paged_attention.triton import paged_attention_triton
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
-__all__ = ["AttentionInputs", "kv_cache_layer_shape", "paged_attention", "write_kv_cache"]
+__all__ = [
+    "AttentionInputs",
+    "AttentionPlan",
+    "Kernels",
+    "kv_cache_layer_shape",
+    "paged_attention",
+    "write_kv_cache",
+]
+
+IMPLEMENTATIONS = {"triton": paged_attention_triton, "xla": paged_attention_xla}
 
 
 def paged_attention(
@@ -53,18 +65,20 @@ def paged_attention(
         Attention output in the dtype of `q`; zeros for padding tokens.
 
     Raises:
-        NotImplementedError: For `window`, `softcap` or `sinks`, which no implementation offers.
+        ValueError: If `N` is no multiple of `K`.
     """
-    for name, value in (("window", window), ("softcap", softcap), ("sinks", sinks)):
-        if value is not None:
-            raise NotImplementedError(f"paged_attention does not offer {name} yet ({name}={value})")
     if q.shape[1] % kv_cache_layer.shape[1]:
         raise ValueError(
             f"q has {q.shape[1]} heads; it must be a multiple of the cache's "
             f"{kv_cache_layer.shape[1]} KV heads"
         )
-    attend_xla = functools.partial(paged_attention_xla, scale=scale)
+    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    attend_xla = functools.partial(paged_attention_xla, **options)
+    if inputs.plan is not None:
+        attend = IMPLEMENTATIONS[inputs.plan.kernels.backend]
+        return attend(q, kv_cache_layer, inputs, **options)
     attend_cpu = functools.partial(paged_attention_cpu, scale=scale)
-    if q.dtype != kv_cache_layer.dtype or q.dtype not in DTYPES:
+    is_plain = window is None and softcap is None and sinks is None
+    if not is_plain or q.dtype != kv_cache_layer.dtype or q.dtype not in DTYPES:
         attend_cpu = attend_xla
     return jax.lax.platform_dependent(q, kv_cache_layer, inputs, cpu=attend_cpu, default=attend_xla)

@@ -1,9 +1,43 @@
 """What one step's attention reads, and where its keys and values go."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention.plan import PlanArrays, Tiling
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernels attend; the static part of a plan.
+
+    Attributes:
+        backend: "triton" or "xla".
+        tiling: How GPU kernels cut work; `None` for "xla".
+        interpret: Run GPU kernels on the CPU, by the interpreter of the backend.
+    """
+
+    backend: str
+    tiling: Tiling | None = None
+    interpret: bool = False
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["kernels"])
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The work list of a step and the kernels that it was made for.
+
+    Attributes:
+        kernels: Not traced.
+        arrays: See `plan.fill_plan`; `None` where the kernels have no tiling.
+    """
+
+    kernels: Kernels
+    arrays: PlanArrays | None = None
 
 
 class AttentionInputs(NamedTuple):
@@ -20,7 +54,7 @@ class AttentionInputs(NamedTuple):
             in every padding row.
         seq_lens: Tokens of each row in the cache after this step's write; 0 for padding rows.
         block_tables: Block ids of each row, padded with 0.
-        plan: Work list of the GPU kernels; `None` on the XLA path, which needs only the rest.
+        plan: The kernels and their work list; `None`: whatever the platform's own code is.
     """
 
     positions: Int[Array, " T"]
@@ -28,7 +62,7 @@ class AttentionInputs(NamedTuple):
     query_start_loc: Int[Array, " B1"]
     seq_lens: Int[Array, " B"]
     block_tables: Int[Array, "B M"]
-    plan: Any = None
+    plan: AttentionPlan | None = None
 
 
 def write_kv_cache(

@@ -16,6 +16,9 @@ def paged_attention_reference(
     inputs: AttentionInputs,
     *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Attends each token to all tokens of its request up to its own position.
 
@@ -31,10 +34,17 @@ def paged_attention_reference(
         kv = kv_cache_layer[inputs.block_tables[row]].astype(jnp.float32)  # [M, K, 2, S, H]
         k, v = (kv[:, :, i].swapaxes(1, 2).reshape(-1, num_kv_heads, head_dim) for i in (0, 1))
         is_visible = jnp.arange(k.shape[0]) <= position
+        if window is not None:
+            is_visible &= jnp.arange(k.shape[0]) > position - window
         q = q.astype(jnp.float32).reshape(num_kv_heads, -1, head_dim) * scale
         scores = jnp.einsum("kgh,ckh->kgc", q, jnp.where(is_visible[:, None, None], k, 0.0))
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(is_visible[None, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1)
+        if sinks is not None:
+            extra = sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1)
+            scores = jnp.concatenate([scores, extra], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[:, :, : k.shape[0]]
         out = jnp.einsum("kgc,ckh->kgh", weights, jnp.where(is_visible[:, None, None], v, 0.0))
         return out.reshape(num_heads, head_dim)
 

@@ -15,6 +15,8 @@ trip to memory. A gather of several requests is large enough for XLA to spread o
 one is not.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -27,23 +29,35 @@ TILE = 64
 TILE_CHUNK = 64
 
 
+class _Options(NamedTuple):
+    """As in `paged_attention`."""
+
+    window: int | None
+    softcap: float | None
+    sinks: Float[Array, " N"] | None
+
+
 def paged_attention_xla(
     q: Float[Array, "T N H"],
     kv_cache_layer: Float[Array, "P K 2 S H"],
     inputs: AttentionInputs,
     *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Attends each token to its request's cached tokens; arguments as in `paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     num_requests = inputs.seq_lens.shape[0]
+    options = _Options(window, softcap, sinks)
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     q = q.reshape(num_tokens, kv_cache_layer.shape[1], -1, head_dim)
     # Rows at the end take what tiles write beyond their own tokens.
     q = jnp.pad(q, ((0, TILE), (0, 0), (0, 0), (0, 0)))
-    out = _attend_rows(jnp.zeros_like(q), q, kv_cache_layer, inputs)
+    out = _attend_rows(jnp.zeros_like(q), q, kv_cache_layer, inputs, options)
     if num_tokens > num_requests:  # not a decode program: there may be chunks
-        out = _attend_chunks(out, q, kv_cache_layer, inputs)
+        out = _attend_chunks(out, q, kv_cache_layer, inputs, options)
     return out[:num_tokens].reshape(num_tokens, num_heads, head_dim)
 
 
@@ -52,6 +66,7 @@ def _attend_rows(
     q: Float[Array, "T2 K G H"],
     kv_cache_layer: Float[Array, "P K 2 S H"],
     inputs: AttentionInputs,
+    options: _Options,
 ) -> Float[Array, "T2 K G H"]:
     """Writes the outputs of all requests that have one token this step."""
     num_requests = inputs.seq_lens.shape[0]
@@ -75,6 +90,7 @@ def _attend_rows(
             inputs.block_tables[row],
             kv_cache_layer,
             ROW_CHUNK,
+            options,
         )
         return out.at[token].set(result[:, 0], mode="promise_in_bounds")
 
@@ -86,6 +102,7 @@ def _attend_chunks(
     q: Float[Array, "T2 K G H"],
     kv_cache_layer: Float[Array, "P K 2 S H"],
     inputs: AttentionInputs,
+    options: _Options,
 ) -> Float[Array, "T2 K G H"]:
     """Writes the outputs of all requests that have several tokens this step."""
     starts, ends = inputs.query_start_loc[:-1], inputs.query_start_loc[1:]
@@ -105,6 +122,7 @@ def _attend_chunks(
             inputs.block_tables[row][None],
             kv_cache_layer,
             TILE_CHUNK,
+            options,
         )[0]
         before = lax.dynamic_slice_in_dim(out, start, TILE)
         result = jnp.where((tokens < ends[row])[:, None, None, None], result, before)
@@ -120,8 +138,10 @@ def _attend_tile(
     block_tables: Int[Array, "R M"],
     kv_cache_layer: Float[Array, "P K 2 S H"],
     chunk: int,
+    options: _Options,
 ) -> Float[Array, "R Q K G H"]:
     """Attends `Q` scaled queries of each of `R` requests to their first `seq_lens` tokens."""
+    window, softcap, sinks = options
     rows, queries, num_kv_heads, group, head_dim = q.shape
     num_blocks, _, _, block_size, _ = kv_cache_layer.shape
     chunk_blocks = max(1, min(chunk // block_size, block_tables.shape[1]))
@@ -147,7 +167,11 @@ def _attend_tile(
         is_written = context[None] < seq_lens[:, None]
         v = jnp.where(is_written[:, None, :, None], v, jnp.zeros((), v.dtype))
         scores = jnp.einsum("rkqh,rkch->rkqc", q, k, preferred_element_type=jnp.float32)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         is_visible = context[None, None] <= positions[:, :, None]
+        if window is not None:
+            is_visible &= context[None, None] > positions[:, :, None] - window
         scores = jnp.where(is_visible[:, None], scores, -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - new_peak[..., None])
@@ -165,8 +189,16 @@ def _attend_tile(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, group), queries, axis=1)
+        carry = (jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32), carry[2])
+    first_chunk = 0
+    if window is not None:
+        # Tokens of padding have no positions; they stand where they do not matter.
+        least = jnp.min(jnp.where(seq_lens[:, None] > 0, positions, jnp.iinfo(jnp.int32).max))
+        first_chunk = jnp.maximum(least - window + 1, 0) // chunk
     num_chunks = (jnp.max(seq_lens) + chunk - 1) // chunk
-    _, total, out = lax.fori_loop(0, num_chunks, attend_chunk, carry)
+    _, total, out = lax.fori_loop(first_chunk, num_chunks, attend_chunk, carry)
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
     out = out.reshape(rows, num_kv_heads, group, queries, head_dim)
     return out.transpose(0, 3, 1, 2, 4).astype(q.dtype)

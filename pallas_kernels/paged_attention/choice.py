@@ -1,0 +1,142 @@
+"""Which kernels run: one table per chip and shape family, with the measurement of each entry."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.inputs import Kernels
+from pallas_kernels.paged_attention.plan import Tiling
+
+BACKENDS = ("auto", "xla", "triton")
+
+
+class Shape(NamedTuple):
+    """What a model's attention looks like on one device.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        head_dim: Numbers per head.
+        block_size: Tokens per block.
+        dtype: Of queries and cache.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+
+
+class Entry(NamedTuple):
+    """A line of the table: from this compute capability on, this backend.
+
+    Attributes:
+        min_capability: Of the chip.
+        backend: Its name.
+        evidence: The measurement that the choice rests on.
+    """
+
+    min_capability: tuple[int, int]
+    backend: str
+    evidence: str
+
+
+# The first line that fits a chip and whose backend takes the shape.
+TABLE = (Entry((8, 0), "triton", "not measured"),)
+
+
+class Choice(NamedTuple):
+    """What was chosen.
+
+    Attributes:
+        kernels: For `AttentionPlan`; `None`: what XLA has for the platform.
+        reason: One line for the log.
+    """
+
+    kernels: Kernels | None
+    reason: str
+
+
+def choose(
+    shape: Shape,
+    device: Any,
+    *,
+    backend: str = "auto",
+    fixed_split: int = 0,
+    share_prefixes: bool = True,
+) -> Choice:
+    """Chooses the kernels of one model on one device; made once, when an engine starts.
+
+    Args:
+        shape: Of the model's attention on the device.
+        device: A `jax.Device`, where steps run. GPU kernels that are asked for on a CPU are
+            interpreted.
+        backend: A name from `BACKENDS`.
+        fixed_split: As `Tiling.fixed_split`.
+        share_prefixes: As `Tiling.share_prefixes`.
+
+    Raises:
+        ValueError: If `backend` is no name, or cannot run this shape or on this device.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"attention backend {backend!r}; it must be one of {', '.join(BACKENDS)}")
+    is_gpu = device.platform == "gpu"
+    capability = _capability(device)
+    if backend == "xla":
+        return Choice(Kernels("xla"), f"attention: xla on {device.device_kind}, as asked")
+    if backend == "auto" and not is_gpu:
+        return Choice(None, f"attention: the CPU's own kernel on {device.device_kind}")
+    refused: list[str] = []
+    for entry in TABLE:
+        if backend not in ("auto", entry.backend):
+            continue
+        if is_gpu and capability < entry.min_capability:
+            refused.append(
+                f"{entry.backend} needs compute capability {_dotted(entry.min_capability)}, "
+                f"{device.device_kind} has {_dotted(capability)}"
+            )
+            continue
+        problem = why_not(entry.backend, shape)
+        if problem is not None:
+            refused.append(problem)
+            continue
+        tiling = Tiling(
+            num_kv_heads=shape.num_kv_heads,
+            group=shape.num_heads // shape.num_kv_heads,
+            block_size=shape.block_size,
+            num_sms=getattr(device, "core_count", None) or 8,
+            fixed_split=fixed_split,
+            share_prefixes=share_prefixes,
+        )
+        origin = entry.evidence if backend == "auto" else "as asked"
+        if not is_gpu:
+            origin += ", interpreted"
+        reason = f"attention: {entry.backend} on {device.device_kind} ({origin})"
+        if refused:
+            reason += f"; {'; '.join(refused)}"
+        return Choice(Kernels(entry.backend, tiling, interpret=not is_gpu), reason)
+    if backend != "auto":
+        raise ValueError(f"attention backend {backend!r} cannot run here: {'; '.join(refused)}")
+    return Choice(None, f"attention: xla on {device.device_kind}; {'; '.join(refused)}")
+
+
+def why_not(backend: str, shape: Shape) -> str | None:
+    """Why a backend cannot take a shape; `None` if it can."""
+    group = shape.num_heads // shape.num_kv_heads
+    if group > 16:
+        return f"{backend} takes up to 16 query heads per KV head, here are {group}"
+    if shape.head_dim > 256:
+        return f"{backend} takes head_dim up to 256, here is {shape.head_dim}"
+    if jnp.dtype(shape.dtype).name not in ("float16", "bfloat16", "float32"):
+        return f"{backend} takes float16, bfloat16 and float32, here is {shape.dtype}"
+    return None
+
+
+def _capability(device: Any) -> tuple[int, int]:
+    major, _, minor = str(getattr(device, "compute_capability", "0.0")).partition(".")
+    return int(major), int(minor or 0)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,125 @@
+"""Merges the partial results of split work into outputs.
+
+A partial result is a softmax over a part of the tokens, with the logarithm of its sum; parts are
+weighed by their sums (FlashDecoding). Tokens whose item wrote their output itself are left alone,
+padding is set to zero.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from pallas_kernels.paged_attention.inputs import AttentionInputs
+
+_LOG2_E = math.log2(math.e)
+_HEADS = 16  # query heads per program
+
+
+def merge_partials(
+    out: Float[Array, "T N H"],
+    partials: Float[Array, "R N H"],
+    log_sums: Float[Array, "R N"],
+    inputs: AttentionInputs,
+    *,
+    sinks: Float[Array, " N"] | None,
+) -> Float[Array, "T N H"]:
+    """Writes the outputs of tokens that have partial results, in place.
+
+    Args:
+        out: Outputs, written for tokens without partial results.
+        partials: Partial outputs, each normalised.
+        log_sums: Base-2 logarithms of their softmax sums.
+        inputs: The step; the plan says which partial results are whose.
+        sinks: As in `paged_attention`.
+    """
+    num_tokens, num_heads, head_dim = out.shape
+    plan = inputs.plan
+    assert plan is not None and plan.arrays is not None
+    operands = [
+        plan.arrays.merge_starts,
+        plan.arrays.merge_rows,
+        inputs.query_start_loc,
+        partials,
+        log_sums,
+        jnp.zeros(1, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        out,
+    ]
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    kernel = functools.partial(
+        _kernel,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_rows=inputs.seq_lens.shape[0],
+        has_sinks=sinks is not None,
+    )
+    return pl.pallas_call(
+        kernel,
+        grid=(num_tokens, pl.cdiv(num_heads, _HEADS)),
+        in_specs=[whole] * len(operands),
+        out_specs=whole,
+        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+        input_output_aliases={len(operands) - 1: 0},
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        interpret=plan.kernels.interpret,
+        name="paged_attention_merge",
+    )(*operands)
+
+
+def _kernel(
+    starts_ref,
+    rows_ref,
+    query_start_loc_ref,
+    partial_ref,
+    log_sum_ref,
+    sinks_ref,
+    _,
+    out_ref,
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_rows: int,
+    has_sinks: bool,
+):
+    token = pl.program_id(0)
+    heads = pl.program_id(1) * _HEADS + jnp.arange(_HEADS)
+    is_head = heads < num_heads
+    width = 1 << (head_dim - 1).bit_length()
+    columns = jnp.arange(width)
+    mask = is_head[:, None] & (columns < head_dim)[None, :]
+    begin, end = starts_ref[token], starts_ref[token + 1]
+    is_padding = token >= query_start_loc_ref[num_rows]
+
+    @pl.when((end > begin) | is_padding)
+    def _():
+        def add(place, carry):
+            values, peak, total = carry
+            row = rows_ref[place]
+            log_sum = plt.load(log_sum_ref.at[row, heads], mask=is_head, other=0.0)
+            part = plt.load(
+                partial_ref.at[row, heads[:, None], columns[None, :]], mask=mask, other=0.0
+            )
+            new_peak = jnp.maximum(peak, log_sum)
+            shrink, weight = jnp.exp2(peak - new_peak), jnp.exp2(log_sum - new_peak)
+            values = values * shrink[:, None] + part * weight[:, None]
+            return values, new_peak, total * shrink + weight
+
+        values = jnp.zeros((_HEADS, width), jnp.float32)
+        peak = jnp.full(_HEADS, -1e30, jnp.float32)
+        total = jnp.zeros(_HEADS, jnp.float32)
+        values, peak, total = jax.lax.fori_loop(begin, end, add, (values, peak, total))
+        if has_sinks:
+            sink = plt.load(sinks_ref.at[heads], mask=is_head, other=0.0) * _LOG2_E
+            new_peak = jnp.maximum(peak, sink)
+            shrink = jnp.exp2(peak - new_peak)
+            values, total = values * shrink[:, None], total * shrink + jnp.exp2(sink - new_peak)
+        values = values / jnp.where(total > 0.0, total, 1.0)[:, None]
+        plt.store(
+            out_ref.at[token, heads[:, None], columns[None, :]],
+            values.astype(out_ref.dtype),
+            mask=mask,
+        )

@@ -1,0 +1,290 @@
+"""PagedAttention through Pallas' Triton lowering, one source for sm_80 to sm_120.
+
+One kernel, compiled twice: a decode item's rows are a token's query heads (16 rows, the least that
+a tensor core takes), a prefill item's those of some dozens of tokens. Per item the keys and values
+of one KV head pass by once, in tiles of `tile_tokens`, with the softmax kept online in base 2 and
+in float32 (FlashAttention, https://arxiv.org/abs/2205.14135).
+
+The cache is passed whole and read row by row through the table: Triton turns the loads of a tile
+into asynchronous copies of 16 bytes, so the block size hardly matters. Every load is masked or in
+range by construction, since a GPU does not clamp.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from pallas_kernels.paged_attention import plan as work
+from pallas_kernels.paged_attention.inputs import AttentionInputs
+from pallas_kernels.paged_attention.merge import merge_partials
+
+_LOG2_E = math.log2(math.e)
+_MASKED = -1e30  # a logit that no softmax sees; finite, so that its difference to itself is 0
+
+
+def paged_attention_triton(
+    q: Float[Array, "T N H"],
+    kv_cache_layer: Float[Array, "P K 2 S H"],
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+) -> Float[Array, "T N H"]:
+    """Attends by the step's plan; arguments and result are those of `paged_attention`."""
+    tiling, arrays, _ = _unpack_plan(inputs)
+    num_tokens, num_heads, head_dim = q.shape
+    num_partials = arrays.merge_rows.shape[0]
+    results: Any = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct((num_partials, num_heads, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((num_partials, num_heads), jnp.float32),
+    )
+    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    for items, num_rows in (
+        (arrays.tile_items, tiling.tile_rows),
+        (arrays.decode_items, tiling.decode_rows),
+    ):
+        if items.shape[0]:
+            results = _attend(
+                q, kv_cache_layer, inputs, items, results, num_rows=num_rows, **options
+            )
+    out, partials, log_sums = results
+    return merge_partials(out, partials, log_sums, inputs, sinks=sinks)
+
+
+def _attend(
+    q,
+    kv_cache_layer,
+    inputs: AttentionInputs,
+    items,
+    results,
+    *,
+    num_rows: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks,
+):
+    """Runs one kernel over a list of items; writes into the results of the other, if any."""
+    tiling, arrays, interpret = _unpack_plan(inputs)
+    _, num_kv_heads, _, block_size, head_dim = kv_cache_layer.shape
+    is_decode = num_rows < 64
+    kernel = functools.partial(
+        _kernel,
+        num_rows=num_rows,
+        tile_tokens=64 if is_decode or head_dim > 128 else 128,
+        num_kv_heads=num_kv_heads,
+        group=tiling.group,
+        padded_group=tiling.padded_group,
+        block_size=block_size,
+        head_dim=head_dim,
+        scale=scale * _LOG2_E,
+        window=window,
+        softcap=None if softcap is None else softcap * _LOG2_E,
+        has_sinks=sinks is not None,
+    )
+    operands = [
+        items,
+        arrays.token_index,
+        inputs.positions,
+        inputs.seq_lens,
+        inputs.block_tables,
+        q,
+        kv_cache_layer.reshape(-1, head_dim),
+        jnp.zeros(1, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+    ]
+    aliases = {}
+    if not isinstance(results[0], jax.ShapeDtypeStruct):
+        aliases = {len(operands) + i: i for i in range(len(results))}
+        operands += results
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel if not aliases else functools.partial(_skip_aliased, kernel, len(aliases)),
+        grid=(num_kv_heads, items.shape[0]),
+        in_specs=[whole] * len(operands),
+        out_specs=[whole] * len(results),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
+        input_output_aliases=aliases,
+        compiler_params=plt.CompilerParams(
+            num_warps=4 if is_decode else 8, num_stages=3 if is_decode else 2
+        ),
+        interpret=interpret,
+        name="paged_attention_decode" if is_decode else "paged_attention_prefill",
+    )(*operands)
+
+
+def _unpack_plan(inputs: AttentionInputs) -> tuple[work.Tiling, work.PlanArrays, bool]:
+    plan = inputs.plan
+    assert plan is not None and plan.arrays is not None and plan.kernels.tiling is not None
+    return plan.kernels.tiling, plan.arrays, plan.kernels.interpret
+
+
+def _skip_aliased(kernel, num_aliased: int, *refs):
+    """Hides the inputs that are the outputs' initial values."""
+    num_outputs = num_aliased
+    kernel(*refs[: -num_aliased - num_outputs], *refs[-num_outputs:])
+
+
+def _kernel(
+    items_ref,
+    index_ref,
+    positions_ref,
+    seq_lens_ref,
+    tables_ref,
+    q_ref,
+    kv_ref,
+    sinks_ref,
+    out_ref,
+    partial_ref,
+    log_sum_ref,
+    *,
+    num_rows: int,
+    tile_tokens: int,
+    num_kv_heads: int,
+    group: int,
+    padded_group: int,
+    block_size: int,
+    head_dim: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+):
+    head, item = pl.program_id(0), pl.program_id(1)
+    num_tokens = items_ref[item, work.NUM_TOKENS]
+
+    @pl.when(num_tokens > 0)
+    def _():
+        table_row = items_ref[item, work.TABLE_ROW]
+        kv_begin = items_ref[item, work.KV_BEGIN]
+        kv_end = jnp.minimum(items_ref[item, work.KV_END], seq_lens_ref[table_row])
+        partial_start = items_ref[item, work.PARTIAL_START]
+
+        rows = jnp.arange(num_rows)
+        token, member = rows // padded_group, rows % padded_group
+        is_token = token < num_tokens
+        is_used = is_token & (member < group)
+        # Rows without a token point behind the end: the interpreter writes masked elements back.
+        index = plt.load(
+            index_ref.at[items_ref[item, work.INDEX_START] + token],
+            mask=is_token,
+            other=positions_ref.shape[0],
+        )
+        position = plt.load(positions_ref.at[index], mask=is_token, other=0)
+        heads = head * group + member
+        width = 1 << (head_dim - 1).bit_length()
+        columns = jnp.arange(width)
+        is_column = (columns < head_dim)[None, :]
+        q = plt.load(
+            q_ref.at[index[:, None], heads[:, None], columns[None, :]],
+            mask=is_used[:, None] & is_column,
+            other=0.0,
+        )
+
+        first = jnp.min(jnp.where(is_token, position, 2**31 - 1))
+        last = jnp.max(jnp.where(is_token, position, 0))
+        kv_end = jnp.minimum(kv_end, last + 1)
+        if window is not None:
+            kv_begin = jnp.maximum(kv_begin, first - window + 1)
+            kv_begin = jnp.maximum(kv_begin, 0) // tile_tokens * tile_tokens
+
+        def step(tile, carry, *, is_masked: bool):
+            accumulated, peak, total = carry
+            kv = tile * tile_tokens + jnp.arange(tile_tokens)
+            is_kv = kv < kv_end
+            row_mask = is_kv if is_masked else None
+            block = plt.load(
+                tables_ref.at[table_row, kv // block_size],
+                mask=row_mask,
+                other=0 if is_masked else None,
+            )
+            k_row = ((block * num_kv_heads + head) * 2) * block_size + kv % block_size
+            mask = None
+            if is_masked or width != head_dim:
+                mask = jnp.broadcast_to(is_column, (tile_tokens, width))
+                if is_masked:
+                    mask = mask & is_kv[:, None]
+            other = None if mask is None else 0.0
+            k = plt.load(kv_ref.at[k_row[:, None], columns[None, :]], mask=mask, other=other)
+            logits = plt.dot(q, k, trans_b=True)
+            if softcap is None:
+                logits = logits * scale
+            else:
+                # tanh(x) = 1 - 2 / (exp(2 x) + 1), by one exponential
+                twice = jnp.exp2(logits * (2 * scale * _LOG2_E / softcap))
+                logits = softcap * (1.0 - 2.0 / (twice + 1.0))
+            if is_masked:
+                is_seen = is_kv[None, :] & (kv[None, :] <= position[:, None])
+                if window is not None:
+                    is_seen = is_seen & (kv[None, :] > position[:, None] - window)
+                logits = jnp.where(is_seen, logits, _MASKED)
+            new_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
+            weights = jnp.exp2(logits - new_peak[:, None])
+            if is_masked:  # a row that has seen nothing yet has the peak of what is masked
+                weights = jnp.where(logits > _MASKED, weights, 0.0)
+            shrink = jnp.exp2(peak - new_peak)
+            total = total * shrink + jnp.sum(weights, axis=1)
+            v_row = k_row + block_size
+            v = plt.load(kv_ref.at[v_row[:, None], columns[None, :]], mask=mask, other=other)
+            accumulated = accumulated * shrink[:, None] + plt.dot(weights.astype(v.dtype), v)
+            return accumulated, new_peak, total
+
+        # Tiles in the middle are seen whole by every token; only those at the ends are masked.
+        begin_tile, end_tile = kv_begin // tile_tokens, pl.cdiv(kv_end, tile_tokens)
+        full_end = jnp.maximum(jnp.minimum(kv_end, first + 1) // tile_tokens, begin_tile)
+        carry = (
+            jnp.zeros((num_rows, width), jnp.float32),
+            jnp.full(num_rows, _MASKED, jnp.float32),
+            jnp.zeros(num_rows, jnp.float32),
+        )
+        masked = functools.partial(step, is_masked=True)
+        full = functools.partial(step, is_masked=False)
+        full_begin = begin_tile
+        if window is not None:
+            full_begin = pl.cdiv(jnp.maximum(last - window + 1, 0), tile_tokens)
+            full_begin = jnp.clip(full_begin, begin_tile, end_tile)
+            full_end = jnp.maximum(full_end, full_begin)
+            carry = jax.lax.fori_loop(begin_tile, full_begin, masked, carry)
+        carry = jax.lax.fori_loop(full_begin, full_end, full, carry)
+        accumulated, peak, total = jax.lax.fori_loop(full_end, end_tile, masked, carry)
+
+        is_stored = is_used[:, None] & is_column
+
+        @pl.when(partial_start == work.NO_PARTIAL)
+        def _():
+            best, sum_, values = peak, total, accumulated
+            if has_sinks:
+                sink = plt.load(sinks_ref.at[heads], mask=is_used, other=0.0) * _LOG2_E
+                best = jnp.maximum(peak, sink)
+                shrink = jnp.exp2(peak - best)
+                sum_ = total * shrink + jnp.exp2(sink - best)
+                values = accumulated * shrink[:, None]
+            values = values / jnp.where(sum_ > 0.0, sum_, 1.0)[:, None]
+            plt.store(
+                out_ref.at[index[:, None], heads[:, None], columns[None, :]],
+                values.astype(out_ref.dtype),
+                mask=is_stored,
+            )
+
+        @pl.when(partial_start != work.NO_PARTIAL)
+        def _():
+            slot = partial_start + token
+            values = accumulated / jnp.where(total > 0.0, total, 1.0)[:, None]
+            plt.store(
+                partial_ref.at[slot[:, None], heads[:, None], columns[None, :]],
+                values,
+                mask=is_stored,
+            )
+            plt.store(
+                log_sum_ref.at[slot, heads],
+                jnp.where(total > 0.0, peak + jnp.log2(total), _MASKED),
+                mask=is_used,
+            )
