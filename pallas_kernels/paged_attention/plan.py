@@ -28,6 +28,7 @@ _MIN_SPLIT = 256  # tokens of a part at least; reading and merging a part costs 
 _MIN_SHARED_TOKENS = 1024
 _MIN_SHARING_ROWS = 4
 _MAX_WAVES = 4  # of thread blocks over the chip, when splitting
+_SHARES = 0.5 ** np.arange(0, 10, 0.25)  # of the longest row, that a part may have
 _MAX_PARTS = 8  # of one row, where the split may not depend on the batch
 
 
@@ -196,6 +197,23 @@ class _Work(NamedTuple):
     is_merged: np.ndarray
 
 
+class _Groups(NamedTuple):
+    """Rows that share a prefix.
+
+    Attributes:
+        rows: Of all groups, one group after the other.
+        sizes: Rows of each group.
+        ends: Tokens that each group shares.
+    """
+
+    rows: np.ndarray
+    sizes: np.ndarray
+    ends: np.ndarray
+
+
+_NOTHING = _Work(*(np.zeros(0, np.int32) for _ in _Work._fields))
+
+
 def fill_plan(
     arrays: PlanArrays,
     tiling: Tiling,
@@ -222,86 +240,96 @@ def fill_plan(
     if window is not None:
         begins = np.maximum(seq_lens - counts - window + 1, 0)
     is_short = counts <= tiling.decode_tokens
-    shared_ends = np.zeros_like(seq_lens)
-    groups: list[np.ndarray] = []
+    groups = None
     if tiling.can_share and window is None and len(seq_lens) >= _MIN_SHARING_ROWS:
-        groups = _find_shared_prefixes(
-            tiling, seq_lens - counts, is_short, block_tables, shared_ends
-        )
+        groups = _find_shared_prefixes(tiling, seq_lens - counts, is_short, block_tables)
 
     arrays.token_index[:num_tokens] = np.arange(num_tokens)
-    while True:
+    tiles = _long_work(tiling, starts, counts, seq_lens, is_short, window)
+    if groups is not None:
+        shared_ends = np.zeros_like(seq_lens)
+        shared_ends[groups.rows] = np.repeat(groups.ends, groups.sizes)
         decode = _short_work(starts, counts, begins, seq_lens, is_short, shared_ends)
-        tiles = _long_work(tiling, starts, counts, seq_lens, is_short, window)
-        if groups:
-            tiles = _add_shared_work(arrays, tiling, tiles, groups, starts, counts, shared_ends)
-        for chunk_factor in (1, 2, 4, 0):
-            partials = _fill_items(arrays, tiling, decode, tiles, chunk_factor)
-            if partials is not None:
-                _fill_merge(arrays, *partials)
-                return
-        # Sharing itself takes too many partial results; without it there is always room.
-        assert groups
-        groups = []
-        shared_ends[:] = 0
+        shared = _shared_work(arrays, tiling, groups, starts, counts, num_tokens)
+        if len(tiles.table_rows):
+            pairs = zip(tiles, shared, strict=True)
+            shared = _Work(*(np.concatenate(pair) for pair in pairs))
+        if _try_to_fill(arrays, tiling, decode, shared):
+            return
+    # Sharing took too many partial results, or there is none.
+    decode = _short_work(starts, counts, begins, seq_lens, is_short, None)
+    is_filled = _try_to_fill(arrays, tiling, decode, tiles)
+    assert is_filled
+
+
+def _try_to_fill(arrays: PlanArrays, tiling: Tiling, decode: _Work, tiles: _Work) -> bool:
+    """Fills a plan if there is room for it, with longer parts if it must be."""
+    for chunk_factor in (1, 2, 4, 0):
+        partials = _fill_items(arrays, tiling, decode, tiles, chunk_factor)
+        if partials is not None:
+            _fill_merge(arrays, *partials)
+            return True
+    return False
 
 
 def _find_shared_prefixes(
-    tiling: Tiling,
-    computed: np.ndarray,
-    is_short: np.ndarray,
-    block_tables: np.ndarray,
-    shared_ends: np.ndarray,
-) -> list[np.ndarray]:
-    """Groups of rows whose tables begin with the same blocks; sets how far, in tokens.
+    tiling: Tiling, computed: np.ndarray, is_short: np.ndarray, block_tables: np.ndarray
+) -> _Groups | None:
+    """Finds rows whose tables begin with the same blocks.
 
     Args:
         tiling: For the block size.
         computed: Tokens of each row that were in the cache before the step; only they are shared.
         is_short: Rows that may share.
         block_tables: Block ids of each row.
-        shared_ends: Set for the rows of the groups.
     """
     num_blocks = -(-_MIN_SHARED_TOKENS // tiling.block_size)
-    if num_blocks > block_tables.shape[1]:
-        return []
     rows = np.flatnonzero(is_short & (computed >= num_blocks * tiling.block_size))
     if len(rows) < _MIN_SHARING_ROWS:
-        return []
+        return None
+    # Candidates are rows that share the last block of the shortest prefix that counts.
     last = block_tables[rows, num_blocks - 1]
     order = np.argsort(last, kind="stable")
-    borders = np.flatnonzero(np.diff(last[order])) + 1
-    groups = []
-    for members in np.split(rows[order], borders):
-        if len(members) < _MIN_SHARING_ROWS:
-            continue
-        most = int(computed[members].min()) // tiling.block_size
-        tables = block_tables[members, :most]
-        is_equal = (tables == tables[0]).all(axis=0)
-        num_equal = most if is_equal.all() else int(np.argmin(is_equal))
-        end = num_equal * tiling.block_size // _GRAIN * _GRAIN
-        if end >= _MIN_SHARED_TOKENS:
-            shared_ends[members] = end
-            groups.append(members)
-    return groups
+    rows, last = rows[order], last[order]
+    if not (last[_MIN_SHARING_ROWS - 1 :] == last[: 1 - _MIN_SHARING_ROWS]).any():
+        return None
+    starts = np.flatnonzero(np.r_[True, last[1:] != last[:-1]])
+    sizes = np.diff(starts, append=len(rows))
+    # Blocks at the beginning that each row has in common with the first row of its group.
+    most = int(computed[rows].max()) // tiling.block_size
+    tables = block_tables[rows, :most]
+    is_other = tables != np.repeat(tables[starts], sizes, axis=0)
+    num_equal = np.where(is_other.any(axis=1), is_other.argmax(axis=1), most)
+    num_equal = np.minimum(num_equal, computed[rows] // tiling.block_size)
+    ends = np.minimum.reduceat(num_equal, starts) * tiling.block_size // _GRAIN * _GRAIN
+    is_group = (sizes >= _MIN_SHARING_ROWS) & (ends >= _MIN_SHARED_TOKENS)
+    if not is_group.any():
+        return None
+    return _Groups(rows[np.repeat(is_group, sizes)], sizes[is_group], ends[is_group])
 
 
 def _short_work(starts, counts, begins, seq_lens, is_short, shared_ends) -> _Work:
     rows = np.flatnonzero(is_short)
-    shared_ends = shared_ends[rows]
+    kv_begins = begins[rows] // _GRAIN * _GRAIN
+    is_merged = np.zeros(len(rows), bool)
+    if shared_ends is not None:
+        is_merged = shared_ends[rows] > 0
+        kv_begins = np.maximum(kv_begins, shared_ends[rows])
     return _Work(
         index_starts=starts[rows],
         num_tokens=counts[rows],
         table_rows=rows,
-        kv_begins=np.maximum(begins[rows] // _GRAIN * _GRAIN, shared_ends),
+        kv_begins=kv_begins,
         kv_ends=seq_lens[rows],
         is_last=np.ones(len(rows), bool),
-        is_merged=shared_ends > 0,
+        is_merged=is_merged,
     )
 
 
 def _long_work(tiling: Tiling, starts, counts, seq_lens, is_short, window) -> _Work:
     rows = np.flatnonzero(~is_short)
+    if not len(rows):
+        return _NOTHING
     num_tiles = -(-counts[rows] // tiling.tile_tokens)
     table_rows = np.repeat(rows, num_tiles)
     offsets = _count_up(num_tiles) * tiling.tile_tokens
@@ -321,22 +349,29 @@ def _long_work(tiling: Tiling, starts, counts, seq_lens, is_short, window) -> _W
     )
 
 
-def _add_shared_work(
-    arrays: PlanArrays, tiling: Tiling, work: _Work, groups, starts, counts, shared_ends
+def _shared_work(
+    arrays: PlanArrays, tiling: Tiling, groups: _Groups, starts, counts, num_tokens: int
 ) -> _Work:
-    """Adds to prefill work the tokens of each group against its shared prefix."""
-    pieces: list[list[int]] = []
-    index_start = int(starts[-1] + counts[-1])
-    for members in groups:
-        tokens = np.repeat(starts[members], counts[members]) + _count_up(counts[members])
-        arrays.token_index[index_start : index_start + len(tokens)] = tokens
-        row, end = int(members[0]), int(shared_ends[members[0]])
-        for first in range(0, len(tokens), tiling.tile_tokens):
-            num_tokens = min(tiling.tile_tokens, len(tokens) - first)
-            pieces.append([index_start + first, num_tokens, row, 0, end, False, True])
-        index_start += len(tokens)
-    columns = np.array(pieces, np.int64).T
-    return _Work(*(np.concatenate([old, new]) for old, new in zip(work, columns, strict=True)))
+    """The tokens of each group against its shared prefix; lists them in `token_index`."""
+    counts = counts[groups.rows]
+    tokens = np.repeat(starts[groups.rows], counts) + _count_up(counts)
+    first = num_tokens
+    arrays.token_index[first : first + len(tokens)] = tokens
+    borders = np.cumsum(groups.sizes) - groups.sizes
+    sizes = np.add.reduceat(counts, borders)
+    num_tiles = -(-sizes // tiling.tile_tokens)
+    offsets = _count_up(num_tiles) * tiling.tile_tokens
+    begins = first + np.repeat(np.cumsum(sizes) - sizes, num_tiles) + offsets
+    num_items = len(offsets)
+    return _Work(
+        index_starts=begins,
+        num_tokens=np.minimum(np.repeat(sizes, num_tiles) - offsets, tiling.tile_tokens),
+        table_rows=np.repeat(groups.rows[borders], num_tiles),
+        kv_begins=np.zeros(num_items, np.int32),
+        kv_ends=np.repeat(groups.ends, num_tiles),
+        is_last=np.zeros(num_items, bool),
+        is_merged=np.ones(num_items, bool),
+    )
 
 
 def _fill_items(
@@ -354,54 +389,66 @@ def _fill_items(
         if not len(work.table_rows):
             items[:] = 0
             continue
-        lengths = work.kv_ends - work.kv_begins
-        if chunk_factor == 0 or (tiling.fixed_split and items is arrays.tile_items):
-            chunks = np.maximum(lengths, 1)
-        elif tiling.fixed_split:
-            chunks = np.maximum(tiling.fixed_split, _round_up(-(-lengths // _MAX_PARTS)))
-        else:
-            chunks = np.full_like(lengths, _choose_chunk(lengths, slots) * chunk_factor)
-        num_parts = np.maximum(-(-lengths // chunks), 1)
-        num_items = int(num_parts.sum())
+        parts = _cut(tiling, work, slots, chunk_factor, is_tile=items is arrays.tile_items)
+        num_items = len(parts.table_rows)
         if num_items > len(items):
             return None
-        source = np.repeat(np.arange(len(lengths)), num_parts)
-        part = _count_up(num_parts)
-        kv_begins = work.kv_begins[source] + part * chunks[source]
-        kv_ends = np.minimum(kv_begins + chunks[source], work.kv_ends[source])
-        is_merged = (num_parts[source] > 1) | work.is_merged[source]
-        item_tokens = work.num_tokens[source]
-        sizes = np.where(is_merged, item_tokens, 0)
-        partial_starts = num_partials + np.cumsum(sizes) - sizes
-        num_partials += int(sizes.sum())
-        if num_partials > len(arrays.merge_rows):
-            return None
-        is_last = work.is_last[source].astype(bool) & (part == num_parts[source] - 1)
-        index_starts = work.index_starts[source]
-        columns = (
-            index_starts,
-            item_tokens,
-            work.table_rows[source],
-            kv_begins,
-            np.where(is_last, TO_THE_END, kv_ends),
-            np.where(is_merged, partial_starts, NO_PARTIAL),
-        )
-        # The longest go first, so that the chip does not wait for one of them at the end.
-        order = np.argsort(kv_begins - kv_ends, kind="stable")
-        items[:] = 0
-        items[:num_items, : len(columns)] = np.stack(columns, axis=1)[order]
-        merged = np.flatnonzero(is_merged)
-        if len(merged):
-            sizes = item_tokens[merged]
-            indices = np.repeat(index_starts[merged], sizes) + _count_up(sizes)
+        partial_starts = np.full(num_items, NO_PARTIAL, np.int32)
+        if parts.is_merged.any():
+            merged = np.flatnonzero(parts.is_merged)
+            sizes = parts.num_tokens[merged]
+            partial_starts[merged] = num_partials + np.cumsum(sizes) - sizes
+            num_partials += int(sizes.sum())
+            if num_partials > len(arrays.merge_rows):
+                return None
+            indices = np.repeat(parts.index_starts[merged], sizes) + _count_up(sizes)
             tokens.append(arrays.token_index[indices])
+        # The longest go first, so that the chip does not wait for one of them at the end.
+        order = np.argsort(parts.kv_begins - parts.kv_ends, kind="stable")
+        items[num_items:] = 0
+        items[:num_items, INDEX_START] = parts.index_starts[order]
+        items[:num_items, NUM_TOKENS] = parts.num_tokens[order]
+        items[:num_items, TABLE_ROW] = parts.table_rows[order]
+        items[:num_items, KV_BEGIN] = parts.kv_begins[order]
+        items[:num_items, KV_END] = np.where(parts.is_last, TO_THE_END, parts.kv_ends)[order]
+        items[:num_items, PARTIAL_START] = partial_starts[order]
     if not tokens:
         return np.zeros(0, np.int32), np.zeros(0, np.int32)
     return np.concatenate(tokens), np.arange(num_partials)
 
 
+def _cut(tiling: Tiling, work: _Work, slots: int, chunk_factor: int, *, is_tile: bool) -> _Work:
+    """Cuts work into parts; `chunk_factor` as in `_fill_items`."""
+    lengths = work.kv_ends - work.kv_begins
+    if chunk_factor == 0 or (tiling.fixed_split and is_tile):
+        return work
+    if tiling.fixed_split:
+        chunks = np.maximum(tiling.fixed_split, _round_up(-(-lengths // _MAX_PARTS)))
+        num_parts = -(-lengths // chunks)
+    else:
+        chunk = _choose_chunk(lengths, slots) * chunk_factor
+        if chunk >= lengths.max():
+            return work
+        chunks = np.full_like(lengths, chunk)
+        num_parts = -(-lengths // chunk)
+    source = np.repeat(np.arange(len(lengths)), num_parts)
+    part = _count_up(num_parts)
+    chunks, num_parts = chunks[source], num_parts[source]
+    cut = _Work(*(column[source] for column in work))
+    kv_begins = cut.kv_begins + part * chunks
+    return cut._replace(
+        kv_begins=kv_begins,
+        kv_ends=np.minimum(kv_begins + chunks, cut.kv_ends),
+        is_last=cut.is_last & (part == num_parts - 1),
+        is_merged=cut.is_merged | (num_parts > 1),
+    )
+
+
 def _fill_merge(arrays: PlanArrays, tokens: np.ndarray, partials: np.ndarray) -> None:
     """Lists each token's partial results, in the order of the ranges they read."""
+    if not len(partials):
+        arrays.merge_starts[:] = 0
+        return
     order = np.argsort(tokens, kind="stable")
     arrays.merge_rows[: len(partials)] = partials[order]
     counts = np.bincount(tokens, minlength=len(arrays.merge_starts) - 1)
@@ -415,19 +462,18 @@ def _choose_chunk(lengths: np.ndarray, slots: int) -> int:
     some twenty lengths from the shortest part to no cut at all. Of equals, the longest part.
     """
     longest, total = int(lengths.max()), int(lengths.sum())
-    uncut = _round_up(max(longest, 1))
-    if longest <= 2 * _MIN_SPLIT:
+    uncut = int(_round_up(max(longest, 1)))
+    # Many waves come out even by themselves, unless one row is long.
+    is_even = len(lengths) > _MAX_WAVES * slots and total > slots * longest
+    if longest <= 2 * _MIN_SPLIT or is_even:
         return uncut
-    halvings = np.arange(0, np.log2(longest / _MIN_SPLIT), 0.25)
-    chunks = np.unique([uncut, *_round_up((longest * 0.5**halvings).astype(np.int64))])
+    chunks = _round_up((longest * _SHARES).astype(np.int64))
+    chunks = chunks[chunks >= _MIN_SPLIT]
     num_parts = (-(-lengths // chunks[:, None])).sum(axis=1)
     waves = -(-num_parts // slots)
-    is_allowed = (waves <= _MAX_WAVES) | (chunks == uncut)
-    efficiency = np.where(is_allowed, total / (waves * slots * chunks), 0.0)
-    # More than the largest number of waves come out even by themselves, unless one row is long.
-    if waves[-1] > _MAX_WAVES and total / slots > longest:
-        return uncut
-    return int(chunks[np.flatnonzero(efficiency >= 0.97 * efficiency.max())[-1]])
+    efficiency = total / (waves * slots * chunks)
+    efficiency[1:][waves[1:] > _MAX_WAVES] = 0.0  # there may be no room for so many items
+    return int(chunks[np.argmax(efficiency >= 0.97 * efficiency.max())])
 
 
 def _round_up(lengths):
