@@ -150,6 +150,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     add = group.add_argument
     add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
+    add(
+        "--attention-backend",
+        default="auto",
+        metavar="NAME",
+        help="auto, xla or triton (default: %(default)s)",
+    )
     add("--max-model-len", type=int, metavar="N", help="prompt and answer together, in tokens")
     add("--max-num-seqs", type=int, metavar="N", help="requests in one step at most")
     add("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step at most")

@@ -77,6 +77,8 @@ ARRANGEMENTS = {
     "blocks of 32": {"block_size": 32, "num_blocks": 48},
     "16 tokens a step": {"max_num_batched_tokens": 16},
     "33 tokens a step": {"max_num_batched_tokens": 33},
+    "GPU kernels, interpreted": {"attention_backend": "triton"},
+    "attention by XLA": {"attention_backend": "xla"},
     "7 tokens of a prompt a step": {"long_prefill_token_threshold": 7},
     "one request at a time": {"max_num_seqs": 1},
     "other buckets": {"decode_buckets": (1, 3), "mixed_buckets": (9, 40)},
