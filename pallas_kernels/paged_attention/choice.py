@@ -101,10 +101,8 @@ def choose(
         if problem is not None:
             refused.append(problem)
             continue
-        tiling = Tiling(
-            num_kv_heads=shape.num_kv_heads,
-            group=shape.num_heads // shape.num_kv_heads,
-            block_size=shape.block_size,
+        tiling = make_tiling(
+            shape,
             num_sms=getattr(device, "core_count", None) or 8,
             fixed_split=fixed_split,
             share_prefixes=share_prefixes,
@@ -119,6 +117,19 @@ def choose(
     if backend != "auto":
         raise ValueError(f"attention backend {backend!r} cannot run here: {'; '.join(refused)}")
     return Choice(None, f"attention: xla on {device.device_kind}; {'; '.join(refused)}")
+
+
+def make_tiling(shape: Shape, *, num_sms: int, **options: Any) -> Tiling:
+    """How work of a shape is cut on a chip; `options` are the fields of `Tiling` that users set."""
+    return Tiling(
+        num_kv_heads=shape.num_kv_heads,
+        group=shape.num_heads // shape.num_kv_heads,
+        block_size=shape.block_size,
+        num_sms=num_sms,
+        # What a prefill item keeps in registers grows with rows times head_dim.
+        tile_rows=128 if shape.head_dim <= 128 else 64,
+        **options,
+    )
 
 
 def why_not(backend: str, shape: Shape) -> str | None:

@@ -80,7 +80,7 @@ def _attend(
     kernel = functools.partial(
         _kernel,
         num_rows=num_rows,
-        tile_tokens=64 if is_decode or head_dim > 128 else 128,
+        tile_tokens=64 if head_dim <= 128 else 32,
         num_kv_heads=num_kv_heads,
         group=tiling.group,
         padded_group=tiling.padded_group,
@@ -113,9 +113,9 @@ def _attend(
         out_specs=[whole] * len(results),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
         input_output_aliases=aliases,
-        compiler_params=plt.CompilerParams(
-            num_warps=4 if is_decode else 8, num_stages=3 if is_decode else 2
-        ),
+        # A tile's address depends on a load from the table, and each such link takes two of
+        # Triton's stages: with 5, two tiles of keys and values are on their way.
+        compiler_params=plt.CompilerParams(num_warps=4 if num_rows < 128 else 8, num_stages=5),
         interpret=interpret,
         name="paged_attention_decode" if is_decode else "paged_attention_prefill",
     )(*operands)
