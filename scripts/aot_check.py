@@ -4,9 +4,9 @@
     scripts/aot --targets h200 --shapes llama-3.1-8b --json report.json
 
 XLA compiles ahead of time for a GPU that is described, not present; `ptxas` tells registers and
-spills of each kernel, XLA's dump its shared memory. Every target runs in a process of its own, since
-a compiler that cannot take a kernel may abort. Fails if a decode kernel spills, if fewer thread blocks
-fit an SM than promised, or if something does not compile.
+spills of each kernel, XLA's dump its shared memory. Every target runs in a process of its own,
+since a compiler that cannot take a kernel may abort. Fails if a decode kernel spills, if fewer
+thread blocks fit an SM than promised, or if something does not compile.
 """
 
 import argparse
@@ -186,7 +186,9 @@ def compile_target(name: str, shapes: list[str], block_sizes: list[int]) -> list
         for block_size in block_sizes:
             for program, num_tokens in (("decode", NUM_ROWS), ("mixed", CHUNK_TOKENS)):
                 tiling = make_tiling(
-                    Shape(*model[:3], block_size, "bfloat16"), num_sms=target.num_sms
+                    Shape(*model[:3], block_size, "bfloat16"),
+                    num_sms=target.num_sms,
+                    capability=target.capability,
                 )
                 sizes = plan_sizes(tiling, num_tokens=num_tokens, num_rows=NUM_ROWS)
                 arrays = cut_arrays(np.zeros(sizes.num_ints, np.int32), sizes)
@@ -225,9 +227,7 @@ def compile_target(name: str, shapes: list[str], block_sizes: list[int]) -> list
                 before = set(dump.iterdir())
                 started = time.perf_counter()
                 with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
-                    lowered = jax.jit(attend).lower(
-                        q, abstract(cache, jnp.bfloat16), inputs, sinks
-                    )
+                    lowered = jax.jit(attend).lower(q, abstract(cache, jnp.bfloat16), inputs, sinks)
                     lowered.compile()
                 seconds = time.perf_counter() - started
                 files = set(dump.iterdir()) - before

@@ -104,6 +104,7 @@ def choose(
         tiling = make_tiling(
             shape,
             num_sms=getattr(device, "core_count", None) or 8,
+            capability=capability,
             fixed_split=fixed_split,
             share_prefixes=share_prefixes,
         )
@@ -119,8 +120,11 @@ def choose(
     return Choice(None, f"attention: xla on {device.device_kind}; {'; '.join(refused)}")
 
 
-def make_tiling(shape: Shape, *, num_sms: int, **options: Any) -> Tiling:
+def make_tiling(
+    shape: Shape, *, num_sms: int, capability: tuple[int, int], **options: Any
+) -> Tiling:
     """How work of a shape is cut on a chip; `options` are the fields of `Tiling` that users set."""
+    has_large_smem = capability in ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
     return Tiling(
         num_kv_heads=shape.num_kv_heads,
         group=shape.num_heads // shape.num_kv_heads,
@@ -128,6 +132,10 @@ def make_tiling(shape: Shape, *, num_sms: int, **options: Any) -> Tiling:
         num_sms=num_sms,
         # What a prefill item keeps in registers grows with rows times head_dim.
         tile_rows=128 if shape.head_dim <= 128 else 64,
+        # The address of a tile comes out of the table, and each link of such a chain takes two of
+        # Triton's stages: with 5, two tiles of keys and values are on their way, with 3 one.
+        # Chips of 100 KiB per SM hold two thread blocks only with 3.
+        num_stages=5 if has_large_smem else 3,
         **options,
     )
 

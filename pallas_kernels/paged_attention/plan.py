@@ -43,6 +43,7 @@ class Tiling:
         num_sms: Streaming multiprocessors of the device, over which the work is balanced.
         decode_rows: Rows (tokens times query heads of one KV head) of a decode item.
         tile_rows: Rows of a prefill item.
+        num_stages: Of the software pipeline, as Triton counts.
         fixed_split: If not 0, a row is cut into parts of at least so many tokens by its own length
             only and never shares a prefix, so that its result does not depend on the batch.
         share_prefixes: Whether a prefix that several rows share is read once for all.
@@ -54,6 +55,7 @@ class Tiling:
     num_sms: int
     decode_rows: int = 16
     tile_rows: int = 128
+    num_stages: int = 5
     fixed_split: int = 0
     share_prefixes: bool = True
 
