@@ -1,0 +1,74 @@
+"""What only planned kernels do: split rows, share prefixes, and give equal bits in any batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.shapes import ModelShape
+from tests.pallas_kernels.attention_batches import Batch, make_batch, with_plan
+
+TINY = ModelShape(4, 2, 16)
+WITH_SINKS = TINY._replace(has_sinks=True)
+
+
+def attend(batch: Batch) -> np.ndarray:
+    """Runs the op by the batch's plan."""
+
+    @jax.jit
+    def run(q, kv_cache_layer, inputs):
+        return paged_attention(q, kv_cache_layer, inputs, scale=0.25, **batch.options)
+
+    return np.asarray(run(batch.q, batch.kv_cache_layer, batch.inputs).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("shape", [TINY, WITH_SINKS])
+def test_split_rows_are_merged(shape):
+    rows = [(1, 3000), (1, 10), (1, 900)]
+    batch = make_batch(rows, shape=shape, num_tokens=4, num_rows=4, max_context=3008)
+    planned = with_plan(batch, "triton", num_sms=16)
+    plan = planned.inputs.plan
+    assert plan is not None and plan.arrays is not None and plan.arrays.merge_starts[-1] > 4
+    out = attend(planned)
+    np.testing.assert_allclose(out[:3], batch.expected, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(out[3:], 0.0)
+
+
+@pytest.mark.parametrize("shape", [TINY, WITH_SINKS])
+def test_rows_that_share_a_prefix_are_answered_as_if_alone(shape):
+    rows = [(1, 1100), (1, 1089), (1, 1500), (1, 1041), (1, 1600), (1, 1090)]
+    batch = make_batch(
+        rows, shape=shape, num_tokens=8, num_rows=8, shared_blocks=65, max_context=1600
+    )
+    planned = with_plan(batch, "triton")
+    plan = planned.inputs.plan
+    assert plan is not None and plan.arrays is not None and plan.arrays.tile_items.any()
+    np.testing.assert_allclose(attend(planned)[:6], batch.expected, rtol=0, atol=2e-5)
+    alone = with_plan(batch, "triton", share_prefixes=False)
+    np.testing.assert_allclose(attend(alone)[:6], batch.expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_close(dtype):
+    batch = make_batch(
+        [(1, 700), (40, 300), (2, 2)], shape=TINY, num_tokens=48, num_rows=4, dtype=dtype,
+        max_context=704,
+    )  # fmt: skip
+    out = attend(with_plan(batch, "triton"))
+    np.testing.assert_allclose(out[:43], batch.expected, rtol=0, atol=3e-2)
+
+
+def test_fixed_split_gives_the_same_bits_in_any_batch():
+    """A row's own blocks and query, first among two crowds and then among many other rows."""
+    lengths = [(1, 2000), (1, 900), (1, 1300), (1, 40), (1, 2000)]
+    batch = make_batch(lengths, shape=TINY, num_tokens=8, num_rows=8, max_context=2000)
+    whole = attend(with_plan(batch, "triton", fixed_split=512))
+    for count in (1, 3):
+        inputs = batch.inputs._replace(
+            seq_lens=batch.inputs.seq_lens.at[count:].set(0),
+            query_start_loc=jnp.minimum(batch.inputs.query_start_loc, count),
+        )
+        some = attend(with_plan(batch._replace(inputs=inputs), "triton", fixed_split=512))
+        np.testing.assert_array_equal(some[:count], whole[:count])
+        np.testing.assert_array_equal(some[count:], 0.0)
