@@ -14,7 +14,8 @@ import pytest
 from pallas_kernels import xla_ffi
 from pallas_kernels.paged_attention.cpu import paged_attention_cpu
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from tests.pallas_kernels.test_paged_attention import Shape, decode_batches, mixed_batches
+from pallas_kernels.paged_attention.shapes import ModelShape
+from tests.pallas_kernels.attention_batches import decode_batches, mixed_batches
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_header_knows_the_version_that_is_repeated(header):
 
 
 def test_programs_on_many_threads_at_once_do_not_disturb_each_other():
-    shape = Shape(4, 2, 16)
+    shape = ModelShape(4, 2, 16)
     attend = jax.jit(lambda *args: paged_attention_cpu(*args, scale=0.25))
     batches = [*mixed_batches(shape=shape), *decode_batches(shape=shape)]
     expected = [np.asarray(attend(*batch[:3])) for batch in batches]
@@ -76,7 +77,7 @@ def test_programs_on_many_threads_at_once_do_not_disturb_each_other():
 
 
 def test_many_calls_in_one_program_leave_no_task_with_a_dead_frame():
-    [batch, *_] = mixed_batches(shape=Shape(4, 2, 16))
+    [batch, *_] = mixed_batches(shape=ModelShape(4, 2, 16))
 
     @jax.jit
     def chain(q, kv_cache_layer, inputs):
@@ -99,7 +100,7 @@ def test_many_calls_in_one_program_leave_no_task_with_a_dead_frame():
 
 @pytest.mark.parametrize(("q", "kv"), [("float16", "float16"), ("float32", "bfloat16")])
 def test_dtypes_that_the_compiled_kernel_cannot_read_are_refused(q, kv):
-    [batch, *_] = decode_batches(shape=Shape(4, 2, 16))
+    [batch, *_] = decode_batches(shape=ModelShape(4, 2, 16))
     with pytest.raises(ValueError, match=f"q is {q} and the KV cache {kv}"):
         paged_attention_cpu(
             batch.q.astype(q), batch.kv_cache_layer.astype(kv), batch.inputs, scale=0.25
@@ -172,7 +173,7 @@ def test_first_use_on_many_threads_happens_once():
 
 
 def test_wide_integers_are_read_as_what_they_are():
-    [batch, *_] = mixed_batches(shape=Shape(4, 2, 16))
+    [batch, *_] = mixed_batches(shape=ModelShape(4, 2, 16))
     expected = paged_attention_cpu(*batch[:3], scale=0.25)
     with jax.enable_x64(True):
         wide = batch.inputs._replace(
