@@ -1,6 +1,7 @@
 """How CPUs should multiply and attend: the measurements behind three modules.
 
     python -m benchmarks.cpu_forms products     # jpaged/layers/linear.py
+    python -m benchmarks.cpu_forms logits       # the same, and jpaged/runner/sampler.py
     python -m benchmarks.cpu_forms attention    # pallas_kernels/paged_attention/{cpu,xla}.py
 
 Shapes are SmolLM2-135M's. Each form runs over the weights or pools of several layers in turn, so
@@ -16,11 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.layers.linear import matmul
+from jpaged.layers.linear import matmul, matmul_weight_left
 from jpaged.runner.huge_pages import use_huge_pages
+from jpaged.runner.sampler import find_largest, find_logprobs
 from pallas_kernels.paged_attention import AttentionInputs, xla
 from pallas_kernels.paged_attention.cpu import paged_attention_cpu
 
+FORMS: dict[str, Callable[..., Any]] = {
+    "x @ w.T": lambda x, w: x @ w.T,
+    "weight left": matmul_weight_left,
+    "jpaged": matmul,
+}
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, LAYERS = 3, 3, 64, 16, 12
 
 
@@ -36,13 +43,12 @@ def best_us(function: Callable[..., Any], *arguments: Any, repeats: int = 15) ->
 
 
 def products() -> None:
-    """Prints GFLOP/s of `x @ w.T` as written and in jpaged's form, by number of rows."""
+    """Prints GFLOP/s of `x @ w.T` in its forms, by number of rows; jpaged chooses one."""
     rng = np.random.default_rng(0)
     width, out = 576, 1536
     weights = [
         jnp.asarray(rng.standard_normal((out, width), dtype=np.float32) * 0.02) for _ in range(24)
     ]
-    forms = {"x @ w.T": lambda x, w: x @ w.T, "jpaged": matmul}
 
     def chain(form: Callable[..., Any]) -> Callable[..., Any]:
         def run(x, weights):
@@ -53,13 +59,42 @@ def products() -> None:
         return jax.jit(run)
 
     print(f"{width} x {out}, float32, GFLOP/s")
-    for rows in (1, 4, 8, 16, 64, 256):
+    for rows in (1, 4, 8, 16, 64, 128, 256, 512):
         x = jnp.asarray(rng.standard_normal((rows, width), dtype=np.float32))
         flops = 2 * rows * width * out * len(weights)
         speeds = {
-            name: flops / best_us(chain(form), x, weights) / 1e3 for name, form in forms.items()
+            name: flops / best_us(chain(form), x, weights) / 1e3 for name, form in FORMS.items()
         }
         print(f"{rows:4} rows  " + "  ".join(f"{n} {s:5.1f}" for n, s in speeds.items()))
+
+
+def logits() -> None:
+    """Prints milliseconds of logits with log-probabilities, and of finding the 20 largest."""
+    rng = np.random.default_rng(0)
+    width, vocab_size = 576, 49152
+    head = jnp.asarray(rng.standard_normal((vocab_size, width), dtype=np.float32) * 0.05)
+
+    def score(form: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x, head, ids):
+            return find_logprobs(
+                form(x, head),
+                ids,
+                num_alternatives=20,
+                normalize=True,
+                wants_alternatives=jnp.array(True),
+            )
+
+        return jax.jit(run)
+
+    print(f"{width} x {vocab_size}, float32, ms")
+    for rows in (16, 32, 64, 256):
+        x = jnp.asarray(rng.standard_normal((rows, width), dtype=np.float32))
+        ids = jnp.arange(rows, dtype=jnp.int32)
+        times = {name: best_us(score(form), x, head, ids) for name, form in FORMS.items()}
+        values = x @ head.T
+        times["lax.top_k"] = best_us(jax.jit(lambda v: jax.lax.top_k(v, 20)), values)
+        times["find_largest"] = best_us(jax.jit(lambda v: find_largest(v, 20)), values)
+        print(f"{rows:4} rows  " + "  ".join(f"{n} {t / 1e3:6.1f}" for n, t in times.items()))
 
 
 def whole_context(q, kv_cache_layer, inputs, *, scale):
@@ -136,5 +171,5 @@ def make_inputs(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("products", "attention"))
-    {"products": products, "attention": attention}[parser.parse_args().what]()
+    parser.add_argument("what", choices=("products", "logits", "attention"))
+    {"products": products, "logits": logits, "attention": attention}[parser.parse_args().what]()

@@ -13,20 +13,16 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 
-def _matmul_cpu(x: Float[Array, "T D"], w: Float[Array, "O D"]) -> Float[Array, "T O"]:
-    """The form that XLA:CPU runs fast: the weight as the left operand.
+def matmul_weight_left(x: Float[Array, "T D"], w: Float[Array, "O D"]) -> Float[Array, "T O"]:
+    """The form that XLA:CPU runs fast on few rows: the weight as the left operand.
 
     Eigen packs the right operand of a product before it multiplies. With the weight on the left
     only the small activation is packed: 58 instead of 33 GFLOP/s at 16 rows of 576 x 1536 on two
     Zen cores (benchmarks/cpu_forms.py). Without the barrier the compiler folds the transpose back
-    into the product and the gain is lost. From 128 rows on there is none: the plain form is 5 to
-    20 % faster. With a vocabulary of outputs the transposed result leaves the caches, and what
-    reads it transposes it again, so the plain form is better from 64 rows on. A one-row bfloat16
-    product falls to a scalar loop, ten times slower than two rows.
+    into the product and the gain is lost. A one-row bfloat16 product falls to a scalar loop, ten
+    times slower than two rows.
     """
     rows = x.shape[0]
-    if rows >= (128 if w.shape[0] < 16384 else 64):
-        return _matmul(x, w)
     if rows == 1 and x.dtype != jnp.float32:
         x = jnp.concatenate([x, x])
     y = jax.lax.dot_general(w, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
@@ -36,6 +32,13 @@ def _matmul_cpu(x: Float[Array, "T D"], w: Float[Array, "O D"]) -> Float[Array, 
 def _matmul(x: Float[Array, "T D"], w: Float[Array, "O D"]) -> Float[Array, "T O"]:
     y = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return y.astype(x.dtype)
+
+
+def _matmul_cpu(x: Float[Array, "T D"], w: Float[Array, "O D"]) -> Float[Array, "T O"]:
+    # From 128 rows on nothing is gained. The transposed logits of a vocabulary leave the caches,
+    # and what reads them transposes them again: they lose from 64 rows on (decision 007).
+    is_small = x.shape[0] < (128 if w.shape[0] < 16384 else 64)
+    return matmul_weight_left(x, w) if is_small else _matmul(x, w)
 
 
 def matmul(x: Float[Array, "T D"], w: Float[Array, "O D"]) -> Float[Array, "T O"]:

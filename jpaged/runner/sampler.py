@@ -8,7 +8,7 @@ What a request may ask are branches of one program. A step whose rows are all gr
 edit of the logits, runs none of them but the argmax.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -165,8 +165,8 @@ def find_largest(
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
     """The k largest values per row and their ids; of equals, the lower id comes first.
 
-    The k largest are in the k groups whose greatest are largest, so only those are sorted: 0.4
-    instead of 1.9 ms for 20 of 49,152 in 16 rows on two Zen cores (`lax.top_k` took the latter).
+    The k largest are in the k groups whose greatest are largest, so only those are sorted: several
+    times faster than `lax.top_k` of a whole vocabulary (`benchmarks.cpu_forms logits`).
     """
     num_rows, vocab_size = values.shape
     num_groups = vocab_size // _GROUP
@@ -267,6 +267,9 @@ def _find_threshold(
     In this order. Tokens exactly as likely as the last one kept stay. Probabilities would not do:
     those of unlikely tokens are all 0 in float32.
 
+    A threshold is looked for among the most likely tokens, and where it is not, among all. Which
+    of the two a row takes is decided by what it asks and by its own distances, never by others.
+
     Args:
         distances: How far below the greatest logit each is, over temperature.
         probs: exp(-distances).
@@ -286,16 +289,11 @@ def _find_threshold(
     threshold = jnp.take_along_axis(nearest, jnp.minimum(k, num_nearest)[:, None] - 1, axis=-1)
     threshold = jnp.where(k < vocab_size, threshold[:, 0], jnp.inf)
     is_far = (k > num_nearest) & (k < vocab_size)
-    threshold = jax.lax.cond(
-        jnp.any(is_far),
-        lambda: jnp.where(
-            is_far,
-            _smallest_threshold(
-                lambda keep: jnp.sum(keep, axis=-1, dtype=jnp.int32) >= k, distances
-            ),
-            threshold,
-        ),
-        lambda: threshold,
+    threshold = _replace_far(
+        threshold,
+        is_far,
+        lambda keep: jnp.sum(keep, axis=-1, dtype=jnp.int32) >= k,
+        distances,
     )
     threshold = jnp.minimum(threshold, -jnp.log(sampling.min_p))
 
@@ -307,16 +305,11 @@ def _find_threshold(
         first = jnp.argmax(is_enough, axis=-1)[:, None]
         nucleus = jnp.take_along_axis(nearest, first, axis=-1)[:, 0]
         is_far = ~jnp.any(is_enough, axis=-1) & (top_p < 1.0)
-        nucleus = jax.lax.cond(
-            jnp.any(is_far),
-            lambda: jnp.where(
-                is_far,
-                _smallest_threshold(
-                    lambda keep: jnp.sum(jnp.where(keep, kept, 0.0), axis=-1) >= mass, distances
-                ),
-                nucleus,
-            ),
-            lambda: nucleus,
+        nucleus = _replace_far(
+            nucleus,
+            is_far,
+            lambda keep: jnp.sum(jnp.where(keep, kept, 0.0), axis=-1) >= mass,
+            distances,
         )
         # At top_p = 1 rounding of the sums must not exclude anything.
         return jnp.where(top_p < 1.0, nucleus, jnp.inf)
@@ -325,6 +318,20 @@ def _find_threshold(
         jnp.any(top_p < 1.0), find_nucleus, lambda: jnp.full_like(top_p, jnp.inf)
     )
     return jnp.minimum(threshold, nucleus)
+
+
+def _replace_far(
+    thresholds: Float[Array, " B"],
+    is_far: Bool[Array, " B"],
+    is_enough: Callable[[Bool[Array, "B V"]], Bool[Array, " B"]],
+    distances: Float[Array, "B V"],
+) -> Float[Array, " B"]:
+    """Looks for thresholds among all tokens in rows that have theirs far away, if any has."""
+    return jax.lax.cond(
+        jnp.any(is_far),
+        lambda: jnp.where(is_far, _smallest_threshold(is_enough, distances), thresholds),
+        lambda: thresholds,
+    )
 
 
 def _smallest_threshold(is_enough, distances: Float[Array, "B V"]) -> Float[Array, " B"]:

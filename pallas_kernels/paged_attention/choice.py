@@ -80,13 +80,16 @@ def choose(
         ValueError: If `backend` is no name, or cannot run this shape or on this device.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"attention backend {backend!r}; it must be one of {', '.join(BACKENDS)}")
+        raise ValueError(
+            f"attention_backend is {backend!r}; it must be one of {', '.join(BACKENDS)}"
+        )
     is_gpu = device.platform == "gpu"
     capability = _capability(device)
     if backend == "xla":
         return Choice(Kernels("xla"), f"attention: xla on {device.device_kind}, as asked")
     if backend == "auto" and not is_gpu:
-        return Choice(None, f"attention: the CPU's own kernel on {device.device_kind}")
+        own = "the CPU's own kernel" if device.platform == "cpu" else "xla"
+        return Choice(None, f"attention: {own} on {device.device_kind}")
     refused: list[str] = []
     for entry in TABLE:
         if backend not in ("auto", entry.backend):
@@ -116,7 +119,10 @@ def choose(
             reason += f"; {'; '.join(refused)}"
         return Choice(Kernels(entry.backend, tiling, interpret=not is_gpu), reason)
     if backend != "auto":
-        raise ValueError(f"attention backend {backend!r} cannot run here: {'; '.join(refused)}")
+        raise ValueError(
+            f"attention_backend is {backend!r}, which cannot run here: {'; '.join(refused)}; "
+            "give 'auto' or 'xla'"
+        )
     return Choice(None, f"attention: xla on {device.device_kind}; {'; '.join(refused)}")
 
 

@@ -425,7 +425,7 @@ def _cut(tiling: Tiling, work: _Work, slots: int, chunk_factor: int, *, is_tile:
     if chunk_factor == 0 or (tiling.fixed_split and is_tile):
         return work
     if tiling.fixed_split:
-        chunks = np.maximum(tiling.fixed_split, _round_up(-(-lengths // _MAX_PARTS)))
+        chunks = _round_up(np.maximum(tiling.fixed_split, -(-lengths // _MAX_PARTS)))
         num_parts = -(-lengths // chunks)
     else:
         chunk = _choose_chunk(lengths, slots) * chunk_factor

@@ -101,13 +101,14 @@ def _attend(
         kv_cache_layer.reshape(-1, head_dim),
         jnp.zeros(1, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
     ]
-    aliases = {}
+    num_operands, aliases = len(operands), {}
     if not isinstance(results[0], jax.ShapeDtypeStruct):
-        aliases = {len(operands) + i: i for i in range(len(results))}
+        aliases = {num_operands + i: i for i in range(len(results))}
         operands += results
     whole = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        kernel if not aliases else functools.partial(_skip_aliased, kernel, len(aliases)),
+        # Results come as inputs too where another kernel has begun them; they are written only.
+        lambda *refs: kernel(*refs[:num_operands], *refs[-len(results) :]),
         grid=(num_kv_heads, items.shape[0]),
         in_specs=[whole] * len(operands),
         out_specs=[whole] * len(results),
@@ -125,12 +126,6 @@ def _unpack_plan(inputs: AttentionInputs) -> tuple[work.Tiling, work.PlanArrays,
     plan = inputs.plan
     assert plan is not None and plan.arrays is not None and plan.kernels.tiling is not None
     return plan.kernels.tiling, plan.arrays, plan.kernels.interpret
-
-
-def _skip_aliased(kernel, num_aliased: int, *refs):
-    """Hides the inputs that are the outputs' initial values."""
-    num_outputs = num_aliased
-    kernel(*refs[: -num_aliased - num_outputs], *refs[-num_outputs:])
 
 
 def _kernel(

@@ -188,6 +188,18 @@ def test_writing_changes_its_slots_and_no_others(dtype):
     np.testing.assert_array_equal(after[0, :, :, 1:], expected[0, :, :, 1:])
 
 
+@pytest.mark.parametrize("shape", ["gemma-2-9b", "gpt-oss-20b", "llama-3.1-8b"])
+def test_op_without_a_plan_takes_every_feature(shape):
+    model_shape = SHAPES[shape].with_kv_heads(1)
+    if model_shape.window is not None:
+        model_shape = model_shape._replace(window=100)
+    for batch in mixed_batches(shape=model_shape)[:2]:
+        q, kv_cache_layer, inputs, options, expected = batch
+        scale = model_shape.head_dim**-0.5
+        out = paged_attention(q, kv_cache_layer, inputs, scale=scale, **options)
+        np.testing.assert_allclose(out[: len(expected)], expected, rtol=0, atol=2e-5)
+
+
 def test_heads_that_do_not_divide_among_kv_heads_are_refused():
     [batch, *_] = decode_batches(shape=TINY)
     with pytest.raises(ValueError, match="q has 3 heads"):
