@@ -24,7 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-NUM_ROWS, CHUNK_TOKENS, MAX_CONTEXT = 64, 2048, 4096
+NUM_ROWS, MAX_CONTEXT = 64, 4096
+# Tokens of each program's bucket. A decode program has the prefill kernel too, for shared prefixes.
+PROGRAMS = {"decode": NUM_ROWS, "mixed": 2048}
 SHAPES = ("llama-3.1-8b", "smollm2-135m", "gemma-2-9b", "gpt-oss-20b", "phi-3-mini")
 MIN_DECODE_BLOCKS = 2  # thread blocks of a decode kernel per SM, at head_dim up to 128
 
@@ -147,7 +149,9 @@ class Report:
         return None
 
 
-def compile_target(name: str, shapes: list[str], block_sizes: list[int]) -> list[Report]:
+def compile_target(
+    name: str, shapes: list[str], block_sizes: list[int], programs: list[str]
+) -> list[Report]:
     """Compiles all programs for one target, in this process."""
     folder = tempfile.TemporaryDirectory(prefix="aot-")  # until this process ends
     dump = Path(folder.name)
@@ -185,7 +189,8 @@ def compile_target(name: str, shapes: list[str], block_sizes: list[int]) -> list
     for shape_name in shapes:
         model = MODEL_SHAPES[shape_name]
         for block_size in block_sizes:
-            for program, num_tokens in (("decode", NUM_ROWS), ("mixed", CHUNK_TOKENS)):
+            for program in programs:
+                num_tokens = PROGRAMS[program]
                 tiling = make_tiling(
                     Shape(*model[:3], block_size, "bfloat16"),
                     num_sms=target.num_sms,
@@ -341,11 +346,12 @@ def main() -> int:
     add("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="GPU")
     add("--shapes", nargs="+", default=list(SHAPES), help="of pallas_kernels' shapes.py")
     add("--block-sizes", nargs="+", type=int, default=[16])
+    add("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="PROGRAM")
     add("--json", type=Path, help="also write the reports here")
     add("--child", choices=TARGETS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        reports = compile_target(args.child, args.shapes, args.block_sizes)
+        reports = compile_target(args.child, args.shapes, args.block_sizes, args.programs)
         args.json.write_text(json.dumps([asdict(report) for report in reports]))
         return 0
 
@@ -361,6 +367,7 @@ def main() -> int:
             result = Path(folder) / "reports.json"
             command = [sys.executable, __file__, "--child", target, "--json", result]
             command += ["--shapes", *args.shapes, "--block-sizes", *map(str, args.block_sizes)]
+            command += ["--programs", *args.programs]
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
             if done.returncode != 0 or not result.exists():
                 sys.stderr.write(done.stderr[-4000:])
