@@ -134,8 +134,10 @@ def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return np.array(jnp.asarray(values, dtype).astype(jnp.float32))
 
 
-def with_plan(batch: Batch, backend: str, *, num_sms: int = 4, **options: Any) -> Batch:
-    """The batch with the work list of a GPU backend, to be interpreted."""
+def with_plan(
+    batch: Batch, backend: str, *, num_sms: int = 4, interpret: bool = True, **options: Any
+) -> Batch:
+    """The batch with the work list of a GPU backend."""
     _, num_kv_heads, _, block_size, _ = batch.kv_cache_layer.shape
     tiling = Tiling(
         num_kv_heads=num_kv_heads,
@@ -157,7 +159,7 @@ def with_plan(batch: Batch, backend: str, *, num_sms: int = 4, **options: Any) -
         window=batch.options.get("window"),
     )
     plan = AttentionPlan(
-        Kernels(backend, tiling, interpret=True), jax.tree.map(jnp.asarray, arrays)
+        Kernels(backend, tiling, interpret=interpret), jax.tree.map(jnp.asarray, arrays)
     )
     return batch._replace(inputs=inputs._replace(plan=plan))
 

@@ -1,0 +1,105 @@
+"""The Triton IR of the kernels against dense attention and against `interpret=True`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import AttentionInputs, paged_attention
+from pallas_kernels.paged_attention.shapes import ModelShape
+from tests.pallas_kernels.attention_batches import Batch, make_batch, with_plan
+from tests.pallas_kernels.triton_ir import OutOfBoundsError, execute
+
+TINY = ModelShape(4, 2, 16)
+FAR = 1_000_003  # a block id outside every cache, also where its offset wraps around
+
+CASES = {
+    "decode": (TINY, {"rows": [(1, 1), (1, 15), (1, 16), (1, 17), (1, 200)]}),
+    "mixed": (TINY, {"rows": [(70, 70), (1, 40), (17, 140), (2, 2)]}),
+    "blocks of 64": (TINY, {"rows": [(1, 65), (20, 130)], "block_size": 64}),
+    "window": (TINY._replace(window=50), {"rows": [(1, 180), (30, 150)]}),
+    "window, softcap and sinks": (
+        TINY._replace(window=70, softcap=5.0, has_sinks=True),
+        {"rows": [(1, 180), (30, 150), (1, 3)]},
+    ),
+    "head_dim 80 and a group of 3": (ModelShape(6, 2, 80), {"rows": [(1, 70), (20, 80)]}),
+    "bfloat16": (TINY, {"rows": [(1, 180), (30, 150)], "dtype": "bfloat16"}),
+    "split": (TINY._replace(has_sinks=True), {"rows": [(1, 1100), (1, 10), (1, 600)]}),
+    "shared prefix": (
+        TINY,
+        {"rows": [(1, 1041), (1, 1060), (1, 1089), (1, 1100)], "shared_blocks": 65},
+    ),
+}
+
+
+def make_case(name: str) -> Batch:
+    """A batch in a bucket that it does not fill; nobody may look behind the end of a table."""
+    shape, options = CASES[name]
+    rows = options["rows"]
+    batch = make_batch(
+        shape=shape,
+        num_tokens=sum(count for count, _ in rows) + 2,
+        num_rows=len(rows) + 1,
+        max_context=max(length for _, length in rows) + 100,
+        **options,
+    )
+    block_size = options.get("block_size", 16)
+    inputs = batch.inputs
+    num_used = -(-np.asarray(inputs.seq_lens) // block_size)
+    is_used = np.arange(inputs.block_tables.shape[1]) < num_used[:, None]
+    tables = jnp.where(is_used, inputs.block_tables, FAR)
+    return batch._replace(inputs=inputs._replace(block_tables=tables))
+
+
+def attend(batch: Batch, run) -> np.ndarray:
+    scale = batch.q.shape[-1] ** -0.5
+
+    def attend(q, kv_cache_layer, inputs: AttentionInputs):
+        return paged_attention(q, kv_cache_layer, inputs, scale=scale, **batch.options)
+
+    out = run(attend, batch.q, batch.kv_cache_layer, batch.inputs)
+    return np.asarray(out).astype(np.float32)
+
+
+def attend_lowered(name: str) -> tuple[Batch, np.ndarray]:
+    """A case with its plan, and what the lowered kernels answer."""
+    num_sms = 16 if name == "split" else 4
+    batch = with_plan(make_case(name), "triton", num_sms=num_sms, interpret=False)
+    return batch, attend(batch, execute)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lowered_kernels_attend(name):
+    batch, out = attend_lowered(name)
+    count = len(batch.expected)
+    tolerance = 3e-2 if batch.q.dtype == jnp.bfloat16 else 2e-5
+    np.testing.assert_allclose(out[:count], batch.expected, rtol=0, atol=tolerance)
+    np.testing.assert_array_equal(out[count:], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    # float32: the order of sums. bfloat16: softmax weights, then outputs round elsewhere.
+    [("window, softcap and sinks", 2e-6), ("bfloat16", 2**-8)],
+)
+def test_lowered_kernels_answer_as_interpreted_ones(name, tolerance):
+    _, out = attend_lowered(name)
+    interpreted = attend(with_plan(make_case(name), "triton"), lambda f, *args: jax.jit(f)(*args))
+    np.testing.assert_allclose(out, interpreted, rtol=0, atol=tolerance)
+
+
+def test_batches_cover_splits_and_shared_prefixes():
+    for name, num_sms in (("split", 16), ("shared prefix", 4)):
+        plan = with_plan(make_case(name), "triton", num_sms=num_sms).inputs.plan
+        assert plan is not None and plan.arrays is not None
+        assert plan.arrays.merge_starts[-1] > 4
+        assert plan.arrays.tile_items.any() == (name == "shared prefix")
+
+
+@pytest.mark.parametrize(("name", "block_id"), [("decode", -1), ("mixed", FAR)])
+def test_block_that_is_not_in_the_cache_is_reported(name, block_id):
+    batch = make_case(name)
+    tables = batch.inputs.block_tables.at[1, 0].set(block_id)
+    batch = batch._replace(inputs=batch.inputs._replace(block_tables=tables))
+    with pytest.raises(OutOfBoundsError, match=r"tt.load of array 6"):
+        attend(with_plan(batch, "triton", interpret=False), execute)
