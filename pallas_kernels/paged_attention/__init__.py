@@ -15,7 +15,7 @@ order of its tokens.
 import functools
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Real
 
 from pallas_kernels.paged_attention.cpu import DTYPES, paged_attention_cpu
 from pallas_kernels.paged_attention.inputs import (
@@ -42,7 +42,7 @@ IMPLEMENTATIONS = {"triton": paged_attention_triton, "xla": paged_attention_xla}
 
 def paged_attention(
     q: Float[Array, "T N H"],
-    kv_cache_layer: Float[Array, "P K 2 S H"],
+    kv_cache_layer: Real[Array, "P K 2 S H"],
     inputs: AttentionInputs,
     *,
     scale: float,
@@ -54,7 +54,8 @@ def paged_attention(
 
     Args:
         q: Queries, not yet scaled. `N` is a multiple of `K` (grouped-query attention).
-        kv_cache_layer: One layer's blocks, in which this step's K and V are already written.
+        kv_cache_layer: One layer's blocks, in which this step's K and V are already written; in
+            the dtype of `q` or one of a byte (float8_e4m3fn, float8_e5m2, int8).
         inputs: Which tokens belong to which request, and its block table.
         scale: Multiplies the logits; usually `H ** -0.5`.
         window: Tokens that a token sees at most, itself included; `None`: all.

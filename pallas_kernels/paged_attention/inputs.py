@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.paged_attention.plan import PlanArrays, Tiling
 
@@ -66,16 +66,32 @@ class AttentionInputs(NamedTuple):
 
 
 def write_kv_cache(
-    kv_cache_layer: Float[Array, "P K 2 S H"],
+    kv_cache_layer: Real[Array, "P K 2 S H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
     slot_mapping: Int[Array, " T"],
-) -> Float[Array, "P K 2 S H"]:
-    """Writes each token's K and V to its slot: one scatter, in place when the cache is donated."""
+) -> Real[Array, "P K 2 S H"]:
+    """Writes each token's K and V to its slot: one scatter, in place when the cache is donated.
+
+    A cache of one byte per number gets the nearest that it can hold, the largest for what is
+    beyond it; K and V come divided by their scales.
+    """
     block_size = kv_cache_layer.shape[3]
-    kv = jnp.stack([k, v], axis=2).astype(kv_cache_layer.dtype)
+    kv = _as_cached(jnp.stack([k, v], axis=2), kv_cache_layer.dtype)
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
     return kv_cache_layer.at[block_ids, :, :, offsets].set(kv, mode="promise_in_bounds")
+
+
+def _as_cached(values: Float[Array, "..."], dtype: jnp.dtype) -> Real[Array, "..."]:
+    if dtype.itemsize > 1:
+        return values.astype(dtype)
+    values = values.astype(jnp.float32)
+    if jnp.issubdtype(dtype, jnp.integer):
+        values, limits = jnp.round(values), jnp.iinfo(dtype)
+    else:
+        limits = jnp.finfo(dtype)
+    # A float8 would become NaN or infinite.
+    return jnp.clip(values, float(limits.min), float(limits.max)).astype(dtype)
 
 
 def kv_cache_layer_shape(

@@ -5,14 +5,14 @@ Slow and plain on purpose. Every implementation is compared with it.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Real
 
 from pallas_kernels.paged_attention.inputs import AttentionInputs
 
 
 def paged_attention_reference(
     q: Float[Array, "T N H"],
-    kv_cache_layer: Float[Array, "P K 2 S H"],
+    kv_cache_layer: Real[Array, "P K 2 S H"],
     inputs: AttentionInputs,
     *,
     scale: float,

@@ -8,6 +8,13 @@ in float32 (FlashAttention, https://arxiv.org/abs/2205.14135).
 The cache is passed whole and read row by row through the table: Triton turns the loads of a tile
 into asynchronous copies of 16 bytes, so the block size hardly matters. Every load is masked or in
 range by construction, since a GPU does not clamp.
+
+A cache of one byte per number (float8_e4m3fn, float8_e5m2, int8) is passed as pairs of bytes, and
+a kernel takes the even and the odd columns of a head as two **planes**, each with products of its
+own. So an offset stays below 2^31 for arrays up to 4 GiB; in larger ones Pallas computes offsets
+with 64 bits. (It goes by bytes, and would let offsets of single bytes wrap around from 2 GiB on.)
+Numbers become those of the queries' dtype by shifts and masks, exactly and on any chip; only the
+NaNs of float8_e4m3fn read as 480.
 """
 
 import functools
@@ -18,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Real
 
 from pallas_kernels.paged_attention import plan as work
 from pallas_kernels.paged_attention.inputs import AttentionInputs
@@ -27,10 +34,13 @@ from pallas_kernels.paged_attention.merge import merge_partials
 _LOG2_E = math.log2(math.e)
 _MASKED = -1e30  # a logit that no softmax sees; finite, so that its difference to itself is 0
 
+# What a cached number of one byte is a multiple of, as `_planes` reads it.
+_UNITS = {"float8_e4m3fn": 256.0, "float8_e5m2": 1.0, "int8": 1.0}
+
 
 def paged_attention_triton(
     q: Float[Array, "T N H"],
-    kv_cache_layer: Float[Array, "P K 2 S H"],
+    kv_cache_layer: Real[Array, "P K 2 S H"],
     inputs: AttentionInputs,
     *,
     scale: float,
@@ -38,9 +48,21 @@ def paged_attention_triton(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
-    """Attends by the step's plan; arguments and result are those of `paged_attention`."""
+    """Attends by the step's plan; arguments and result are those of `paged_attention`.
+
+    Raises:
+        ValueError: If the cache's dtype is neither that of `q` nor one of a byte, or has a byte
+            while `head_dim` is odd.
+    """
     tiling, arrays, _ = _unpack_plan(inputs)
     num_tokens, num_heads, head_dim = q.shape
+    cache_dtype = kv_cache_layer.dtype.name
+    if cache_dtype not in (q.dtype.name, *_UNITS):
+        raise ValueError(
+            f"the KV cache is {cache_dtype}; it must be {q.dtype}, like q, or {', '.join(_UNITS)}"
+        )
+    if cache_dtype in _UNITS and head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}; it must be even in a cache of {cache_dtype}")
     num_partials = arrays.merge_rows.shape[0]
     results: Any = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -77,6 +99,10 @@ def _attend(
     tiling, arrays, interpret = _unpack_plan(inputs)
     _, num_kv_heads, _, block_size, head_dim = kv_cache_layer.shape
     is_decode = num_rows < 64
+    kv_rows = kv_cache_layer.reshape(-1, head_dim)
+    packed = kv_cache_layer.dtype.name if kv_cache_layer.dtype.name in _UNITS else None
+    if packed is not None:
+        kv_rows = jax.lax.bitcast_convert_type(kv_rows.reshape(-1, head_dim // 2, 2), jnp.int16)
     kernel = functools.partial(
         _kernel,
         num_rows=num_rows,
@@ -90,6 +116,7 @@ def _attend(
         window=window,
         softcap=None if softcap is None else softcap * _LOG2_E,
         has_sinks=sinks is not None,
+        packed=packed,
     )
     operands = [
         items,
@@ -98,7 +125,7 @@ def _attend(
         inputs.seq_lens,
         inputs.block_tables,
         q,
-        kv_cache_layer.reshape(-1, head_dim),
+        kv_rows,
         jnp.zeros(1, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
     ]
     num_operands, aliases = len(operands), {}
@@ -152,6 +179,7 @@ def _kernel(
     window: int | None,
     softcap: float | None,
     has_sinks: bool,
+    packed: str | None,
 ):
     head, item = pl.program_id(0), pl.program_id(1)
     num_tokens = items_ref[item, work.NUM_TOKENS]
@@ -175,14 +203,21 @@ def _kernel(
         )
         position = plt.load(positions_ref.at[index], mask=is_token, other=0)
         heads = head * group + member
-        width = 1 << (head_dim - 1).bit_length()
+        num_columns = head_dim if packed is None else head_dim // 2
+        width = max(16, 1 << (num_columns - 1).bit_length())  # products take no less
         columns = jnp.arange(width)
-        is_column = (columns < head_dim)[None, :]
-        q = plt.load(
-            q_ref.at[index[:, None], heads[:, None], columns[None, :]],
-            mask=is_used[:, None] & is_column,
-            other=0.0,
-        )
+        is_column = (columns < num_columns)[None, :]
+        # Of queries and outputs, those of each plane.
+        planes = [columns] if packed is None else [2 * columns, 2 * columns + 1]
+        unit = 1.0 if packed is None else _UNITS[packed]
+        q = [
+            plt.load(
+                q_ref.at[index[:, None], heads[:, None], plane[None, :]],
+                mask=is_used[:, None] & is_column,
+                other=0.0,
+            )
+            for plane in planes
+        ]
 
         first = jnp.min(jnp.where(is_token, position, 2**31 - 1))
         last = jnp.max(jnp.where(is_token, position, 0))
@@ -203,18 +238,26 @@ def _kernel(
             )
             k_row = ((block * num_kv_heads + head) * 2) * block_size + kv % block_size
             mask = None
-            if is_masked or width != head_dim:
+            if is_masked or width != num_columns:
                 mask = jnp.broadcast_to(is_column, (tile_tokens, width))
                 if is_masked:
                     mask = mask & is_kv[:, None]
-            other = None if mask is None else 0.0
-            k = plt.load(kv_ref.at[k_row[:, None], columns[None, :]], mask=mask, other=other)
-            logits = plt.dot(q, k, trans_b=True)
+
+            def load(row):
+                tile = plt.load(
+                    kv_ref.at[row[:, None], columns[None, :]],
+                    mask=mask,
+                    other=None if mask is None else 0,
+                )
+                return [tile] if packed is None else _planes(tile, packed, q[0].dtype)
+
+            products = [plt.dot(a, b, trans_b=True) for a, b in zip(q, load(k_row), strict=True)]
+            logits = functools.reduce(jnp.add, products)
             if softcap is None:
-                logits = logits * scale
+                logits = logits * (scale * unit)
             else:
                 # tanh(x) = 1 - 2 / (exp(2 x) + 1), by one exponential
-                twice = jnp.exp2(logits * (2 * scale * _LOG2_E / softcap))
+                twice = jnp.exp2(logits * (2 * scale * unit * _LOG2_E / softcap))
                 logits = softcap * (1.0 - 2.0 / (twice + 1.0))
             if is_masked:
                 is_seen = is_kv[None, :] & (kv[None, :] <= position[:, None])
@@ -227,9 +270,10 @@ def _kernel(
                 weights = jnp.where(logits > _MASKED, weights, 0.0)
             shrink = jnp.exp2(peak - new_peak)
             total = total * shrink + jnp.sum(weights, axis=1)
-            v_row = k_row + block_size
-            v = plt.load(kv_ref.at[v_row[:, None], columns[None, :]], mask=mask, other=other)
-            accumulated = accumulated * shrink[:, None] + plt.dot(weights.astype(v.dtype), v)
+            accumulated = [
+                plane * shrink[:, None] + plt.dot(weights.astype(v.dtype), v)
+                for plane, v in zip(accumulated, load(k_row + block_size), strict=True)
+            ]
             return accumulated, new_peak, total
 
         # Tiles in the middle are seen whole by every token, so that only those at the ends need
@@ -238,7 +282,7 @@ def _kernel(
         begin_tile, end_tile = kv_begin // tile_tokens, pl.cdiv(kv_end, tile_tokens)
         full_end = jnp.maximum(jnp.minimum(kv_end, first + 1) // tile_tokens, begin_tile)
         carry = (
-            jnp.zeros((num_rows, width), jnp.float32),
+            [jnp.zeros((num_rows, width), jnp.float32) for _ in planes],
             jnp.full(num_rows, _MASKED, jnp.float32),
             jnp.zeros(num_rows, jnp.float32),
         )
@@ -257,34 +301,53 @@ def _kernel(
         accumulated, peak, total = jax.lax.fori_loop(full_end, end_tile, masked, carry)
 
         is_stored = is_used[:, None] & is_column
+        if unit != 1.0:
+            accumulated = [values * unit for values in accumulated]
 
         @pl.when(partial_start == work.NO_PARTIAL)
         def _():
-            best, sum_, values = peak, total, accumulated
+            sum_, shrink = total, None
             if has_sinks:
                 sink = plt.load(sinks_ref.at[heads], mask=is_used, other=0.0) * _LOG2_E
                 best = jnp.maximum(peak, sink)
                 shrink = jnp.exp2(peak - best)
                 sum_ = total * shrink + jnp.exp2(sink - best)
-                values = accumulated * shrink[:, None]
-            values = values / jnp.where(sum_ > 0.0, sum_, 1.0)[:, None]
-            plt.store(
-                out_ref.at[index[:, None], heads[:, None], columns[None, :]],
-                values.astype(out_ref.dtype),
-                mask=is_stored,
-            )
+            for plane, values in zip(planes, accumulated, strict=True):
+                if shrink is not None:
+                    values = values * shrink[:, None]
+                values = values / jnp.where(sum_ > 0.0, sum_, 1.0)[:, None]
+                plt.store(
+                    out_ref.at[index[:, None], heads[:, None], plane[None, :]],
+                    values.astype(out_ref.dtype),
+                    mask=is_stored,
+                )
 
         @pl.when(partial_start != work.NO_PARTIAL)
         def _():
             slot = partial_start + token
-            values = accumulated / jnp.where(total > 0.0, total, 1.0)[:, None]
-            plt.store(
-                partial_ref.at[slot[:, None], heads[:, None], columns[None, :]],
-                values,
-                mask=is_stored,
-            )
+            for plane, values in zip(planes, accumulated, strict=True):
+                values = values / jnp.where(total > 0.0, total, 1.0)[:, None]
+                plt.store(
+                    partial_ref.at[slot[:, None], heads[:, None], plane[None, :]],
+                    values,
+                    mask=is_stored,
+                )
             plt.store(
                 log_sum_ref.at[slot, heads],
                 jnp.where(total > 0.0, peak + jnp.log2(total), _MASKED),
                 mask=is_used,
             )
+
+
+def _planes(pairs, packed: str, dtype):
+    """The lower and the upper of each pair of bytes, as numbers of `dtype` in `_UNITS`."""
+    planes = []
+    for byte in (pairs << 8, pairs):  # in the upper half of 16 bits
+        if packed == "int8":
+            planes.append((byte >> 8).astype(dtype))
+            continue
+        # float8_e5m2 is the upper half of a float16. float8_e4m3fn has one bit less of exponent,
+        # whose bias is 8 less.
+        bits = byte & -(1 << 8) if packed == "float8_e5m2" else (byte >> 1) & ~0x407F
+        planes.append(jax.lax.bitcast_convert_type(bits, jnp.float16).astype(dtype))
+    return planes

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.paged_attention.inputs import AttentionInputs
 
@@ -39,7 +39,7 @@ class _Options(NamedTuple):
 
 def paged_attention_xla(
     q: Float[Array, "T N H"],
-    kv_cache_layer: Float[Array, "P K 2 S H"],
+    kv_cache_layer: Real[Array, "P K 2 S H"],
     inputs: AttentionInputs,
     *,
     scale: float,
@@ -64,7 +64,7 @@ def paged_attention_xla(
 def _attend_rows(
     out: Float[Array, "T2 K G H"],
     q: Float[Array, "T2 K G H"],
-    kv_cache_layer: Float[Array, "P K 2 S H"],
+    kv_cache_layer: Real[Array, "P K 2 S H"],
     inputs: AttentionInputs,
     options: _Options,
 ) -> Float[Array, "T2 K G H"]:
@@ -100,7 +100,7 @@ def _attend_rows(
 def _attend_chunks(
     out: Float[Array, "T2 K G H"],
     q: Float[Array, "T2 K G H"],
-    kv_cache_layer: Float[Array, "P K 2 S H"],
+    kv_cache_layer: Real[Array, "P K 2 S H"],
     inputs: AttentionInputs,
     options: _Options,
 ) -> Float[Array, "T2 K G H"]:
@@ -136,7 +136,7 @@ def _attend_tile(
     positions: Int[Array, "R Q"],
     seq_lens: Int[Array, " R"],
     block_tables: Int[Array, "R M"],
-    kv_cache_layer: Float[Array, "P K 2 S H"],
+    kv_cache_layer: Real[Array, "P K 2 S H"],
     chunk: int,
     options: _Options,
 ) -> Float[Array, "R Q K G H"]:
@@ -160,6 +160,7 @@ def _attend_tile(
             pieces.at[key_pieces + offset]
             .get(mode="promise_in_bounds")
             .reshape(rows, num_kv_heads, chunk, head_dim)
+            .astype(q.dtype)
             for offset in (0, 1)
         )
         context = i * chunk + jnp.arange(chunk)

@@ -69,14 +69,17 @@ def make_batch(
     num_rows: int,
     block_size: int = 16,
     dtype: str = "float32",
+    cache_dtype: str | None = None,
     seed: int = 0,
     shared_blocks: int = 0,
     max_context: int = MAX_CONTEXT,
 ) -> Batch:
     """A step of `rows`, each (query tokens, tokens of the request), padded to a bucket.
 
-    The first `shared_blocks` blocks of all rows are the same.
+    The first `shared_blocks` blocks of all rows are the same. The cache is of `dtype` unless it is
+    given its own; integers have no NaN, and what nobody may read is the least of them.
     """
+    cache_dtype = cache_dtype or dtype
     random = np.random.default_rng(seed)
     num_heads, num_kv_heads, head_dim = shape[:3]
     max_blocks = -(-max_context // block_size)
@@ -99,7 +102,7 @@ def make_batch(
         table, block_ids = np.r_[shared, block_ids[:num_used]], block_ids[num_used:]
         kv = random.standard_normal((2, seq_len, num_kv_heads, head_dim), np.float32)
         kv[:, :num_shared] = prefix
-        kv = _rounded(kv, dtype)
+        kv = _rounded(np.round(2 * kv) if cache_dtype == "int8" else kv, cache_dtype)
         position = np.arange(seq_len)
         for i in range(2):
             kv_cache[table[position // block_size], :, i, position % block_size] = kv[i]
@@ -111,10 +114,12 @@ def make_batch(
         slots[start:end] = table[positions[start:end] // block_size] * block_size
         slots[start:end] += positions[start:end] % block_size
         query_start_loc[row + 1 :] = end
+    if cache_dtype == "int8":
+        kv_cache = np.nan_to_num(kv_cache, nan=-128.0)
     arrays = (positions, slots, query_start_loc, seq_lens, block_tables)
     return Batch(
         jnp.asarray(q, dtype),
-        jnp.asarray(kv_cache, dtype),
+        jnp.asarray(kv_cache, cache_dtype),
         AttentionInputs(*map(jnp.asarray, arrays)),
         _traced(features),
         np.concatenate(expected),

@@ -46,6 +46,7 @@ PLANNED = ("triton",)  # those that need a work list
 TOLERANCES = {"float32": 2e-5, "bfloat16": 3e-2}
 
 TINY = ModelShape(4, 2, 16)
+BYTES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def assert_attends(implementation, batches: Sequence[Batch], **tiling) -> None:
@@ -118,6 +119,34 @@ def test_any_ragged_batch_equals_dense_attention(implementation):
             num_tokens_left -= query_len
         batches.append(make_batch(rows, shape=TINY, num_tokens=40, num_rows=5, seed=seed))
     assert_attends(implementation, batches)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "cache_dtype", "shape"),
+    [
+        ("reference", "int8", TINY),
+        ("xla", "int8", TINY),
+        ("xla", "float8_e4m3fn", TINY),
+        *(("triton", dtype, TINY) for dtype in BYTES),
+        ("triton", "float8_e4m3fn", SHAPES["phi-2"].with_kv_heads(2)),
+    ],
+)
+def test_cache_may_have_one_byte_per_number(implementation, cache_dtype, shape):
+    assert_attends(implementation, mixed_batches(shape=shape, cache_dtype=cache_dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "reason"),
+    [("float16", 16, "KV cache is float16"), ("int8", 15, "head_dim is 15; it must be even")],
+)
+def test_cache_that_the_gpu_kernel_cannot_read_is_refused(dtype, head_dim, reason):
+    shape = TINY._replace(head_dim=head_dim)
+    batch = make_batch(
+        [(1, 9)], shape=shape, num_tokens=2, num_rows=2, cache_dtype=dtype, max_context=16
+    )
+    q, kv_cache_layer, inputs, *_ = with_plan(batch, "triton")
+    with pytest.raises(ValueError, match=reason):
+        paged_attention(q, kv_cache_layer, inputs, scale=0.25)
 
 
 @every_implementation
@@ -193,6 +222,22 @@ def test_writing_changes_its_slots_and_no_others(dtype):
         expected[slot // 4, :, 1, slot % 4] = v[token].astype(jnp.float32)
     np.testing.assert_array_equal(after[1:], expected[1:])
     np.testing.assert_array_equal(after[0, :, :, 1:], expected[0, :, :, 1:])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("float8_e4m3fn", [0.0, 1.0, -0.3125, 448.0, 448.0, -448.0]),
+        ("float8_e5m2", [0.0, 1.0, -0.3125, 448.0, 57344.0, -57344.0]),
+        ("int8", [0.0, 1.0, 0.0, 127.0, 127.0, -128.0]),
+    ],
+)
+def test_bytes_keep_the_nearest_that_they_can(dtype, expected):
+    values = jnp.array([0.0, 1.1 if dtype == "int8" else 1.01, -0.32, 460.0, 1e30, -jnp.inf])
+    k = jnp.broadcast_to(values, (1, 1, 6))
+    before = jnp.zeros((1, 1, 2, 1, 6), dtype)
+    after = write_kv_cache(before, k, k, jnp.zeros(1, jnp.int32)).astype(jnp.float32)
+    np.testing.assert_array_equal(after[0, 0, :, 0], np.broadcast_to(expected, (2, 6)))
 
 
 @pytest.mark.parametrize("shape", ["gemma-2-9b", "gpt-oss-20b", "llama-3.1-8b"])

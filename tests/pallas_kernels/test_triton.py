@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.shapes import ModelShape
+from pallas_kernels.paged_attention.triton import _UNITS, _planes
 from tests.pallas_kernels.attention_batches import Batch, make_batch, with_plan
 
 TINY = ModelShape(4, 2, 16)
@@ -72,3 +73,14 @@ def test_fixed_split_gives_the_same_bits_in_any_batch():
         some = attend(with_plan(batch._replace(inputs=inputs), "triton", fixed_split=512))
         np.testing.assert_array_equal(some[:count], whole[:count])
         np.testing.assert_array_equal(some[count:], 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_every_byte_is_read_as_what_it_stands_for(dtype):
+    pairs = np.arange(2**16, dtype=np.uint16)
+    expected = pairs.view(np.uint8).view(dtype).astype(np.float32).reshape(-1, 2).T
+    is_known = np.isfinite(expected)
+    for read in ("float32", "float16", "bfloat16"):
+        planes = _planes(jnp.asarray(pairs.view(np.int16)), dtype, jnp.dtype(read))
+        values = np.stack([np.asarray(plane).astype(np.float32) for plane in planes])
+        np.testing.assert_array_equal(values[is_known] * _UNITS[dtype], expected[is_known])

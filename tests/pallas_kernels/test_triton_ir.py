@@ -1,5 +1,7 @@
 """The Triton IR of the kernels against dense attention and against `interpret=True`."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,10 @@ import pytest
 from pallas_kernels.paged_attention import AttentionInputs, paged_attention
 from pallas_kernels.paged_attention.shapes import ModelShape
 from tests.pallas_kernels.attention_batches import Batch, make_batch, with_plan
-from tests.pallas_kernels.triton_ir import OutOfBoundsError, execute
+from tests.pallas_kernels.triton_ir import Access, OutOfBoundsError, execute
 
 TINY = ModelShape(4, 2, 16)
+KV_ROWS = 6  # the cache among the operands of the kernels that attend
 FAR = 1_000_003  # a block id outside every cache, also where its offset wraps around
 
 CASES = {
@@ -24,6 +27,10 @@ CASES = {
     ),
     "head_dim 80 and a group of 3": (ModelShape(6, 2, 80), {"rows": [(1, 70), (20, 80)]}),
     "bfloat16": (TINY, {"rows": [(1, 180), (30, 150)], "dtype": "bfloat16"}),
+    "float8": (
+        ModelShape(6, 2, 80),
+        {"rows": [(1, 70), (20, 80)], "dtype": "bfloat16", "cache_dtype": "float8_e4m3fn"},
+    ),
     "split": (TINY._replace(has_sinks=True), {"rows": [(1, 1100), (1, 10), (1, 600)]}),
     "shared prefix": (
         TINY,
@@ -101,5 +108,32 @@ def test_block_that_is_not_in_the_cache_is_reported(name, block_id):
     batch = make_case(name)
     tables = batch.inputs.block_tables.at[1, 0].set(block_id)
     batch = batch._replace(inputs=batch.inputs._replace(block_tables=tables))
-    with pytest.raises(OutOfBoundsError, match=r"tt.load of array 6"):
+    with pytest.raises(OutOfBoundsError, match=f"tt.load of array {KV_ROWS}"):
         attend(with_plan(batch, "triton", interpret=False), execute)
+
+
+@pytest.mark.parametrize("gib", [3, 5])
+def test_offsets_reach_the_end_of_large_caches_of_bytes(gib):
+    """Memory that nobody touches is not there, so that a cache of zeros may be of any size."""
+    rows = [(1, 40), (1, 16), (3, 50)]
+    batch = make_batch(
+        rows, shape=TINY, num_tokens=5, num_rows=3, cache_dtype="int8", max_context=64
+    )
+    small = np.asarray(batch.kv_cache_layer)
+    num_blocks = (gib << 30) // small[0].nbytes
+    kv_cache_layer = np.zeros((num_blocks, *small.shape[1:]), np.int8)
+    # At the end, around the 31st bit of an offset, and at the beginning.
+    far = [*range(num_blocks - 6, num_blocks), (1 << 31) // small[0].nbytes]
+    place = np.arange(len(small))
+    used = np.unique(batch.inputs.block_tables)[1:]
+    place[used[: len(far)]] = far
+    kv_cache_layer[place] = small
+    tables = place[batch.inputs.block_tables].astype(np.int32)
+    batch = batch._replace(
+        kv_cache_layer=kv_cache_layer, inputs=batch.inputs._replace(block_tables=tables)
+    )
+    trace: list[Access] = []
+    out = attend(with_plan(batch, "triton", interpret=False), partial(execute, trace=trace))
+    np.testing.assert_allclose(out, batch.expected, rtol=0, atol=2e-5)
+    pairs = np.concatenate([access.offsets for access in trace if access.buffer == KV_ROWS])
+    assert set(2 * pairs // small[0].nbytes) == set(place[used])
