@@ -13,6 +13,7 @@ order of its tokens.
 """
 
 import functools
+from typing import Any, Literal, overload
 
 import jax
 from jaxtyping import Array, Float, Real
@@ -40,6 +41,7 @@ __all__ = [
 IMPLEMENTATIONS = {"triton": paged_attention_triton, "xla": paged_attention_xla}
 
 
+@overload
 def paged_attention(
     q: Float[Array, "T N H"],
     kv_cache_layer: Real[Array, "P K 2 S H"],
@@ -49,7 +51,35 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-) -> Float[Array, "T N H"]:
+    return_log_sum_exp: Literal[False] = False,
+) -> Float[Array, "T N H"]: ...
+
+
+@overload
+def paged_attention(
+    q: Float[Array, "T N H"],
+    kv_cache_layer: Real[Array, "P K 2 S H"],
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    return_log_sum_exp: Literal[True],
+) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]: ...
+
+
+def paged_attention(
+    q: Float[Array, "T N H"],
+    kv_cache_layer: Real[Array, "P K 2 S H"],
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    return_log_sum_exp: bool = False,
+) -> Float[Array, "T N H"] | tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """Attends each token of a ragged batch to its request's cached tokens, itself included.
 
     Args:
@@ -61,9 +91,14 @@ def paged_attention(
         window: Tokens that a token sees at most, itself included; `None`: all.
         softcap: Bounds the logits smoothly; `None`: not.
         sinks: One extra logit per head that only adds to the denominator.
+        return_log_sum_exp: Whether to return the logarithm of the denominator too. Static, as
+            `window` and `softcap` are; costs nothing where it is off.
 
     Returns:
-        Attention output in the dtype of `q`; zeros for padding tokens.
+        Attention output in the dtype of `q`; zeros for padding tokens. With `return_log_sum_exp`
+        a second array: the natural logarithm of the sum over what each token sees of the
+        exponentials of its logits, sinks included where there are sinks, in float32; -inf for
+        padding tokens.
 
     Raises:
         ValueError: If `N` is no multiple of `K`.
@@ -73,13 +108,17 @@ def paged_attention(
             f"q has {q.shape[1]} heads; it must be a multiple of the cache's "
             f"{kv_cache_layer.shape[1]} KV heads"
         )
-    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    options: dict[str, Any] = {
+        "scale": scale, "window": window, "softcap": softcap, "sinks": sinks
+    }  # fmt: skip
+    if return_log_sum_exp:
+        options["return_log_sum_exp"] = True
     attend_xla = functools.partial(paged_attention_xla, **options)
     if inputs.plan is not None:
         attend = IMPLEMENTATIONS[inputs.plan.kernels.backend]
         return attend(q, kv_cache_layer, inputs, **options)
     attend_cpu = functools.partial(paged_attention_cpu, scale=scale)
-    is_plain = window is None and softcap is None and sinks is None
+    is_plain = window is None and softcap is None and sinks is None and not return_log_sum_exp
     if not is_plain or q.dtype != kv_cache_layer.dtype or q.dtype not in DTYPES:
         attend_cpu = attend_xla
     return jax.lax.platform_dependent(q, kv_cache_layer, inputs, cpu=attend_cpu, default=attend_xla)

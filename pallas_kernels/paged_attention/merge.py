@@ -27,7 +27,8 @@ def merge_partials(
     inputs: AttentionInputs,
     *,
     sinks: Float[Array, " N"] | None,
-) -> Float[Array, "T N H"]:
+    log_sum_exp: Float[Array, "T N"] | None = None,
+) -> Float[Array, "T N H"] | tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """Writes the outputs of tokens that have partial results, in place.
 
     Args:
@@ -36,6 +37,8 @@ def merge_partials(
         log_sums: Base-2 logarithms of their softmax sums.
         inputs: The step; the plan says which partial results are whose.
         sinks: As in `paged_attention`.
+        log_sum_exp: Natural logarithms of the tokens' softmax sums, written like `out` and then
+            returned with it; `None`: nobody asks.
     """
     num_tokens, num_heads, head_dim = out.shape
     plan = inputs.plan
@@ -49,6 +52,10 @@ def merge_partials(
         jnp.zeros(1, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
         out,
     ]
+    if log_sum_exp is not None:
+        operands.append(log_sum_exp)
+    num_operands = len(operands)
+    results = operands[6:]
     whole = pl.BlockSpec(memory_space=pl.ANY)
     kernel = functools.partial(
         _kernel,
@@ -57,17 +64,19 @@ def merge_partials(
         num_rows=inputs.seq_lens.shape[0],
         has_sinks=sinks is not None,
     )
-    return pl.pallas_call(
-        kernel,
+    merged = pl.pallas_call(
+        # Results come as inputs too; they are written only.
+        lambda *refs: kernel(*refs[:6], *refs[num_operands:]),
         grid=(num_tokens, pl.cdiv(num_heads, _HEADS)),
         in_specs=[whole] * len(operands),
-        out_specs=whole,
-        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-        input_output_aliases={len(operands) - 1: 0},
+        out_specs=[whole] * len(results),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
+        input_output_aliases={6 + i: i for i in range(len(results))},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=plan.kernels.interpret,
         name="paged_attention_merge",
     )(*operands)
+    return merged[0] if log_sum_exp is None else tuple(merged)
 
 
 def _kernel(
@@ -77,8 +86,8 @@ def _kernel(
     partial_ref,
     log_sum_ref,
     sinks_ref,
-    _,
     out_ref,
+    log_sum_exp_ref=None,
     *,
     num_heads: int,
     head_dim: int,
@@ -117,6 +126,14 @@ def _kernel(
             new_peak = jnp.maximum(peak, sink)
             shrink = jnp.exp2(peak - new_peak)
             values, total = values * shrink[:, None], total * shrink + jnp.exp2(sink - new_peak)
+            peak = new_peak
+        if log_sum_exp_ref is not None:
+            log_sum_exp = (peak + jnp.log2(total)) * (1 / _LOG2_E)
+            plt.store(
+                log_sum_exp_ref.at[token, heads],
+                jnp.where(is_padding, -jnp.inf, log_sum_exp),
+                mask=is_head,
+            )
         values = values / jnp.where(total > 0.0, total, 1.0)[:, None]
         plt.store(
             out_ref.at[token, heads[:, None], columns[None, :]],

@@ -19,7 +19,8 @@ def paged_attention_reference(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-) -> Float[Array, "T N H"]:
+    return_log_sum_exp: bool = False,
+) -> Float[Array, "T N H"] | tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """Attends each token to all tokens of its request up to its own position.
 
     Arguments and result are those of `paged_attention`.
@@ -44,9 +45,12 @@ def paged_attention_reference(
         if sinks is not None:
             extra = sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1)
             scores = jnp.concatenate([scores, extra], axis=-1)
+        log_sum_exp = jax.nn.logsumexp(scores, axis=-1).reshape(num_heads)
         weights = jax.nn.softmax(scores, axis=-1)[:, :, : k.shape[0]]
         out = jnp.einsum("kgc,ckh->kgh", weights, jnp.where(is_visible[:, None, None], v, 0.0))
-        return out.reshape(num_heads, head_dim)
+        return out.reshape(num_heads, head_dim), log_sum_exp
 
-    out = jax.lax.map(lambda args: attend(*args), (q, rows, inputs.positions))
-    return jnp.where(is_padding[:, None, None], 0.0, out).astype(q.dtype)
+    out, log_sum_exp = jax.lax.map(lambda args: attend(*args), (q, rows, inputs.positions))
+    out = jnp.where(is_padding[:, None, None], 0.0, out).astype(q.dtype)
+    log_sum_exp = jnp.where(is_padding[:, None], -jnp.inf, log_sum_exp)
+    return (out, log_sum_exp) if return_log_sum_exp else out

@@ -47,7 +47,8 @@ def paged_attention_triton(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-) -> Float[Array, "T N H"]:
+    return_log_sum_exp: bool = False,
+) -> Float[Array, "T N H"] | tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """Attends by the step's plan; arguments and result are those of `paged_attention`.
 
     Raises:
@@ -69,6 +70,8 @@ def paged_attention_triton(
         jax.ShapeDtypeStruct((num_partials, num_heads, head_dim), jnp.float32),
         jax.ShapeDtypeStruct((num_partials, num_heads), jnp.float32),
     )
+    if return_log_sum_exp:
+        results += (jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     for items, num_rows in (
         (arrays.tile_items, tiling.tile_rows),
@@ -78,8 +81,9 @@ def paged_attention_triton(
             results = _attend(
                 q, kv_cache_layer, inputs, items, results, num_rows=num_rows, **options
             )
-    out, partials, log_sums = results
-    return merge_partials(out, partials, log_sums, inputs, sinks=sinks)
+    out, partials, log_sums, *rest = results
+    log_sum_exp = rest[0] if rest else None
+    return merge_partials(out, partials, log_sums, inputs, sinks=sinks, log_sum_exp=log_sum_exp)
 
 
 def _attend(
@@ -167,6 +171,7 @@ def _kernel(
     out_ref,
     partial_ref,
     log_sum_ref,
+    log_sum_exp_ref=None,
     *,
     num_rows: int,
     tile_tokens: int,
@@ -306,12 +311,18 @@ def _kernel(
 
         @pl.when(partial_start == work.NO_PARTIAL)
         def _():
-            sum_, shrink = total, None
+            best, sum_, shrink = peak, total, None
             if has_sinks:
                 sink = plt.load(sinks_ref.at[heads], mask=is_used, other=0.0) * _LOG2_E
                 best = jnp.maximum(peak, sink)
                 shrink = jnp.exp2(peak - best)
                 sum_ = total * shrink + jnp.exp2(sink - best)
+            if log_sum_exp_ref is not None:
+                plt.store(
+                    log_sum_exp_ref.at[index, heads],
+                    (best + jnp.log2(sum_)) * (1 / _LOG2_E),
+                    mask=is_used,
+                )
             for plane, values in zip(planes, accumulated, strict=True):
                 if shrink is not None:
                     values = values * shrink[:, None]

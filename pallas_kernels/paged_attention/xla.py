@@ -17,6 +17,7 @@ one is not.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Real
@@ -27,6 +28,18 @@ ROWS = 8
 ROW_CHUNK = 128
 TILE = 64
 TILE_CHUNK = 64
+
+
+class _Results(NamedTuple):
+    """What tiles write.
+
+    Attributes:
+        out: Output of each token.
+        log_sum_exp: Logarithm of each token's softmax sum; `None`: nobody asks.
+    """
+
+    out: Float[Array, "T2 K G H"]
+    log_sum_exp: Float[Array, "T2 K G"] | None
 
 
 class _Options(NamedTuple):
@@ -46,7 +59,8 @@ def paged_attention_xla(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-) -> Float[Array, "T N H"]:
+    return_log_sum_exp: bool = False,
+) -> Float[Array, "T N H"] | tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """Attends each token to its request's cached tokens; arguments as in `paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     num_requests = inputs.seq_lens.shape[0]
@@ -55,19 +69,24 @@ def paged_attention_xla(
     q = q.reshape(num_tokens, kv_cache_layer.shape[1], -1, head_dim)
     # Rows at the end take what tiles write beyond their own tokens.
     q = jnp.pad(q, ((0, TILE), (0, 0), (0, 0), (0, 0)))
-    out = _attend_rows(jnp.zeros_like(q), q, kv_cache_layer, inputs, options)
+    log_sum_exp = jnp.full(q.shape[:-1], -jnp.inf) if return_log_sum_exp else None
+    results = _Results(jnp.zeros_like(q), log_sum_exp)
+    results = _attend_rows(results, q, kv_cache_layer, inputs, options)
     if num_tokens > num_requests:  # not a decode program: there may be chunks
-        out = _attend_chunks(out, q, kv_cache_layer, inputs, options)
-    return out[:num_tokens].reshape(num_tokens, num_heads, head_dim)
+        results = _attend_chunks(results, q, kv_cache_layer, inputs, options)
+    out = results.out[:num_tokens].reshape(num_tokens, num_heads, head_dim)
+    if results.log_sum_exp is None:
+        return out
+    return out, results.log_sum_exp[:num_tokens].reshape(num_tokens, num_heads)
 
 
 def _attend_rows(
-    out: Float[Array, "T2 K G H"],
+    results: _Results,
     q: Float[Array, "T2 K G H"],
     kv_cache_layer: Real[Array, "P K 2 S H"],
     inputs: AttentionInputs,
     options: _Options,
-) -> Float[Array, "T2 K G H"]:
+) -> _Results:
     """Writes the outputs of all requests that have one token this step."""
     num_requests = inputs.seq_lens.shape[0]
     starts, ends = inputs.query_start_loc[:-1], inputs.query_start_loc[1:]
@@ -78,12 +97,12 @@ def _attend_rows(
     order = jnp.pad(order, (0, rows - 1))
     num_rows = jnp.sum(is_row)
 
-    def attend(i, out):
+    def attend(i, results):
         index = i * rows + jnp.arange(rows)
         row = lax.dynamic_slice_in_dim(order, i * rows, rows)
         token = jnp.where(index < num_rows, starts[row], q.shape[0] - 1)
         seq_lens = jnp.where(index < num_rows, inputs.seq_lens[row], 0)
-        result = _attend_tile(
+        tile = _attend_tile(
             q.at[token].get(mode="promise_in_bounds")[:, None],
             (seq_lens - 1)[:, None],
             seq_lens,
@@ -92,30 +111,34 @@ def _attend_rows(
             ROW_CHUNK,
             options,
         )
-        return out.at[token].set(result[:, 0], mode="promise_in_bounds")
+        return jax.tree.map(
+            lambda all_, new: all_.at[token].set(new[:, 0], mode="promise_in_bounds"),
+            results,
+            _wanted(tile, results),
+        )
 
-    return lax.fori_loop(0, (num_rows + rows - 1) // rows, attend, out)
+    return lax.fori_loop(0, (num_rows + rows - 1) // rows, attend, results)
 
 
 def _attend_chunks(
-    out: Float[Array, "T2 K G H"],
+    results: _Results,
     q: Float[Array, "T2 K G H"],
     kv_cache_layer: Real[Array, "P K 2 S H"],
     inputs: AttentionInputs,
     options: _Options,
-) -> Float[Array, "T2 K G H"]:
+) -> _Results:
     """Writes the outputs of all requests that have several tokens this step."""
     starts, ends = inputs.query_start_loc[:-1], inputs.query_start_loc[1:]
     query_lens = ends - starts
     num_tiles = jnp.where(query_lens > 1, (query_lens + TILE - 1) // TILE, 0)
     tile_ends = jnp.cumsum(num_tiles)
 
-    def attend(i, out):
+    def attend(i, results):
         row = jnp.searchsorted(tile_ends, i, side="right", method="compare_all")
         start = starts[row] + (i - tile_ends[row] + num_tiles[row]) * TILE
         tokens = start + jnp.arange(TILE)
         positions = inputs.seq_lens[row] - ends[row] + tokens
-        result = _attend_tile(
+        tile = _attend_tile(
             lax.dynamic_slice_in_dim(q, start, TILE)[None],
             positions[None],
             jnp.minimum(positions[-1] + 1, inputs.seq_lens[row])[None],
@@ -123,12 +146,21 @@ def _attend_chunks(
             kv_cache_layer,
             TILE_CHUNK,
             options,
-        )[0]
-        before = lax.dynamic_slice_in_dim(out, start, TILE)
-        result = jnp.where((tokens < ends[row])[:, None, None, None], result, before)
-        return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+        )
 
-    return lax.fori_loop(0, tile_ends[-1], attend, out)
+        def write(all_, new):
+            is_written = (tokens < ends[row]).reshape(-1, *[1] * (all_.ndim - 1))
+            new = jnp.where(is_written, new[0], lax.dynamic_slice_in_dim(all_, start, TILE))
+            return lax.dynamic_update_slice_in_dim(all_, new, start, axis=0)
+
+        return jax.tree.map(write, results, _wanted(tile, results))
+
+    return lax.fori_loop(0, tile_ends[-1], attend, results)
+
+
+def _wanted(tile: tuple[Array, Array], results: _Results) -> _Results:
+    out, log_sum_exp = tile
+    return _Results(out, None if results.log_sum_exp is None else log_sum_exp)
 
 
 def _attend_tile(
@@ -139,8 +171,11 @@ def _attend_tile(
     kv_cache_layer: Real[Array, "P K 2 S H"],
     chunk: int,
     options: _Options,
-) -> Float[Array, "R Q K G H"]:
-    """Attends `Q` scaled queries of each of `R` requests to their first `seq_lens` tokens."""
+) -> tuple[Float[Array, "R Q K G H"], Float[Array, "R Q K G"]]:
+    """Attends `Q` scaled queries of each of `R` requests to their first `seq_lens` tokens.
+
+    Returns outputs and the logarithms of their softmax sums.
+    """
     window, softcap, sinks = options
     rows, queries, num_kv_heads, group, head_dim = q.shape
     num_blocks, _, _, block_size, _ = kv_cache_layer.shape
@@ -199,7 +234,9 @@ def _attend_tile(
         least = jnp.min(jnp.where(seq_lens[:, None] > 0, positions, jnp.iinfo(jnp.int32).max))
         first_chunk = jnp.maximum(least - window + 1, 0) // chunk
     num_chunks = (jnp.max(seq_lens) + chunk - 1) // chunk
-    _, total, out = lax.fori_loop(first_chunk, num_chunks, attend_chunk, carry)
+    peak, total, out = lax.fori_loop(first_chunk, num_chunks, attend_chunk, carry)
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
     out = out.reshape(rows, num_kv_heads, group, queries, head_dim)
-    return out.transpose(0, 3, 1, 2, 4).astype(q.dtype)
+    log_sum_exp = peak + jnp.log(total)
+    log_sum_exp = log_sum_exp.reshape(rows, num_kv_heads, group, queries)
+    return out.transpose(0, 3, 1, 2, 4).astype(q.dtype), log_sum_exp.transpose(0, 3, 1, 2)

@@ -25,6 +25,7 @@ class Batch(NamedTuple):
         inputs: Which token belongs where.
         options: Keyword arguments of `paged_attention`.
         expected: Dense attention of the tokens in use, float64.
+        log_sum_exp: The logarithms of its softmax sums.
     """
 
     q: jax.Array
@@ -32,6 +33,7 @@ class Batch(NamedTuple):
     inputs: AttentionInputs
     options: dict[str, Any]
     expected: np.ndarray
+    log_sum_exp: np.ndarray
 
 
 def dense_attention(
@@ -43,8 +45,11 @@ def dense_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
-) -> np.ndarray:
-    """Attention of the last `len(q)` tokens of one request, `[Q, N, H]`, in float64."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention of the last `len(q)` tokens of one request, in float64.
+
+    Returns outputs `[Q, N, H]` and the logarithms of the softmax sums, `[Q, N]`.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
     scores = np.einsum("qnh,cnh->nqc", q.astype(np.float64), k) * scale
@@ -58,7 +63,8 @@ def dense_attention(
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total += np.exp(sinks.astype(np.float64)[:, None, None] - peak)
-    return np.einsum("nqc,cnh->qnh", weights / total, v)
+    log_sum_exp = (peak + np.log(total))[..., 0].T
+    return np.einsum("nqc,cnh->qnh", weights / total, v), log_sum_exp
 
 
 def make_batch(
@@ -122,7 +128,7 @@ def make_batch(
         jnp.asarray(kv_cache, cache_dtype),
         AttentionInputs(*map(jnp.asarray, arrays)),
         _traced(features),
-        np.concatenate(expected),
+        *map(np.concatenate, zip(*expected, strict=True)),
     )
 
 

@@ -49,23 +49,33 @@ TINY = ModelShape(4, 2, 16)
 BYTES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
-def assert_attends(implementation, batches: Sequence[Batch], **tiling) -> None:
+def assert_attends(
+    implementation, batches: Sequence[Batch], *, return_log_sum_exp: bool = False, **tiling
+) -> None:
     """Runs batches of equal shapes through one compiled program and compares each."""
     head_dim = batches[0].q.shape[-1]
+    arguments = {"scale": head_dim**-0.5}
+    if return_log_sum_exp:
+        arguments["return_log_sum_exp"] = True
     attend = jax.jit(
-        partial(IMPLEMENTATIONS[implementation], scale=head_dim**-0.5),
+        partial({**IMPLEMENTATIONS, "op": paged_attention}[implementation], **arguments),
         static_argnames=[name for name in ("window", "softcap") if name in batches[0].options],
     )
     for batch in batches:
         if implementation in PLANNED:
             batch = with_plan(batch, implementation, **tiling)
-        q, kv_cache_layer, inputs, options, expected = batch
+        q, kv_cache_layer, inputs, options, expected, expected_log = batch
         out = attend(q, kv_cache_layer, inputs, **options)
+        count, tolerance = len(expected), TOLERANCES[str(q.dtype)]
+        if return_log_sum_exp:
+            out, log_sum_exp = out
+            assert log_sum_exp.shape == q.shape[:2] and log_sum_exp.dtype == jnp.float32
+            np.testing.assert_allclose(log_sum_exp[:count], expected_log, rtol=0, atol=tolerance)
+            np.testing.assert_array_equal(log_sum_exp[count:], -np.inf)
         assert out.shape == q.shape and out.dtype == q.dtype
         out = np.asarray(out.astype(jnp.float32))
-        tolerance = TOLERANCES[str(q.dtype)]
-        np.testing.assert_allclose(out[: len(expected)], expected, rtol=0, atol=tolerance)
-        np.testing.assert_array_equal(out[len(expected) :], 0.0)
+        np.testing.assert_allclose(out[:count], expected, rtol=0, atol=tolerance)
+        np.testing.assert_array_equal(out[count:], 0.0)
 
 
 BATCHES = {"decode": decode_batches, "mixed": mixed_batches}
@@ -204,7 +214,7 @@ def test_prompt_in_chunks_equals_the_prompt_in_one_piece():
             ),
         )
         outs.append(out[: end - start])
-    expected = dense_attention(q, k, v, 0.25)
+    expected, _ = dense_attention(q, k, v, 0.25)
     np.testing.assert_allclose(np.concatenate(outs), expected, atol=TOLERANCES["float32"])
 
 
@@ -246,10 +256,17 @@ def test_op_without_a_plan_takes_every_feature(shape):
     if model_shape.window is not None:
         model_shape = model_shape._replace(window=100)
     for batch in mixed_batches(shape=model_shape)[:2]:
-        q, kv_cache_layer, inputs, options, expected = batch
+        q, kv_cache_layer, inputs, options, expected, _ = batch
         scale = model_shape.head_dim**-0.5
         out = paged_attention(q, kv_cache_layer, inputs, scale=scale, **options)
         np.testing.assert_allclose(out[: len(expected)], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [TINY, TINY._replace(window=100, softcap=5.0, has_sinks=True)])
+@pytest.mark.parametrize("implementation", ["reference", "triton", "op"])
+def test_log_sum_exp_is_returned_on_request(implementation, shape):
+    # "op": on a CPU, whose own kernel hands this to XLA.
+    assert_attends(implementation, mixed_batches(shape=shape), return_log_sum_exp=True)
 
 
 def test_heads_that_do_not_divide_among_kv_heads_are_refused():

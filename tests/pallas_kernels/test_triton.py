@@ -1,5 +1,7 @@
 """What only planned kernels do: split rows, share prefixes, and give equal bits in any batch."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,14 +16,25 @@ TINY = ModelShape(4, 2, 16)
 WITH_SINKS = TINY._replace(has_sinks=True)
 
 
-def attend(batch: Batch) -> np.ndarray:
+def attend(batch: Batch, **options) -> Any:
     """Runs the op by the batch's plan."""
 
     @jax.jit
     def run(q, kv_cache_layer, inputs):
-        return paged_attention(q, kv_cache_layer, inputs, scale=0.25, **batch.options)
+        return paged_attention(q, kv_cache_layer, inputs, scale=0.25, **batch.options, **options)
 
-    return np.asarray(run(batch.q, batch.kv_cache_layer, batch.inputs).astype(jnp.float32))
+    results = run(batch.q, batch.kv_cache_layer, batch.inputs)
+    return jax.tree.map(lambda x: np.asarray(x).astype(np.float32), results)
+
+
+def assert_attends(batch: Batch) -> None:
+    """Compares outputs and the logarithms of softmax sums, and looks at the padding."""
+    out, log_sum_exp = attend(batch, return_log_sum_exp=True)
+    count = len(batch.expected)
+    np.testing.assert_allclose(out[:count], batch.expected, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(log_sum_exp[:count], batch.log_sum_exp, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(out[count:], 0.0)
+    np.testing.assert_array_equal(log_sum_exp[count:], -np.inf)
 
 
 @pytest.mark.parametrize("shape", [TINY, WITH_SINKS])
@@ -31,9 +44,7 @@ def test_split_rows_are_merged(shape):
     planned = with_plan(batch, "triton", num_sms=16)
     plan = planned.inputs.plan
     assert plan is not None and plan.arrays is not None and plan.arrays.merge_starts[-1] > 4
-    out = attend(planned)
-    np.testing.assert_allclose(out[:3], batch.expected, rtol=0, atol=2e-5)
-    np.testing.assert_array_equal(out[3:], 0.0)
+    assert_attends(planned)
 
 
 @pytest.mark.parametrize("shape", [TINY, WITH_SINKS])
@@ -45,9 +56,8 @@ def test_rows_that_share_a_prefix_are_answered_as_if_alone(shape):
     planned = with_plan(batch, "triton")
     plan = planned.inputs.plan
     assert plan is not None and plan.arrays is not None and plan.arrays.tile_items.any()
-    np.testing.assert_allclose(attend(planned)[:6], batch.expected, rtol=0, atol=2e-5)
-    alone = with_plan(batch, "triton", share_prefixes=False)
-    np.testing.assert_allclose(attend(alone)[:6], batch.expected, rtol=0, atol=2e-5)
+    assert_attends(planned)
+    assert_attends(with_plan(batch, "triton", share_prefixes=False))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -58,21 +58,21 @@ def make_case(name: str) -> Batch:
     return batch._replace(inputs=inputs._replace(block_tables=tables))
 
 
-def attend(batch: Batch, run) -> np.ndarray:
+def attend(batch: Batch, run, **options):
     scale = batch.q.shape[-1] ** -0.5
 
     def attend(q, kv_cache_layer, inputs: AttentionInputs):
-        return paged_attention(q, kv_cache_layer, inputs, scale=scale, **batch.options)
+        return paged_attention(q, kv_cache_layer, inputs, scale=scale, **batch.options, **options)
 
-    out = run(attend, batch.q, batch.kv_cache_layer, batch.inputs)
-    return np.asarray(out).astype(np.float32)
+    results = run(attend, batch.q, batch.kv_cache_layer, batch.inputs)
+    return jax.tree.map(lambda x: np.asarray(x).astype(np.float32), results)
 
 
-def attend_lowered(name: str) -> tuple[Batch, np.ndarray]:
+def attend_lowered(name: str, **options):
     """A case with its plan, and what the lowered kernels answer."""
     num_sms = 16 if name == "split" else 4
     batch = with_plan(make_case(name), "triton", num_sms=num_sms, interpret=False)
-    return batch, attend(batch, execute)
+    return batch, attend(batch, execute, **options)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -93,6 +93,15 @@ def test_lowered_kernels_answer_as_interpreted_ones(name, tolerance):
     _, out = attend_lowered(name)
     interpreted = attend(with_plan(make_case(name), "triton"), lambda f, *args: jax.jit(f)(*args))
     np.testing.assert_allclose(out, interpreted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["mixed", "split"])
+def test_lowered_kernels_return_the_log_sum_exp(name):
+    batch, (out, log_sum_exp) = attend_lowered(name, return_log_sum_exp=True)
+    count = len(batch.expected)
+    np.testing.assert_allclose(out[:count], batch.expected, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(log_sum_exp[:count], batch.log_sum_exp, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(log_sum_exp[count:], -np.inf)
 
 
 def test_batches_cover_splits_and_shared_prefixes():
