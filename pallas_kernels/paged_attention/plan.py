@@ -25,10 +25,10 @@ TO_THE_END = 2**31 - 1  # the range ends where the request does
 
 _GRAIN = 128  # ranges begin at multiples of this many tokens, so that no kernel's tile is cut
 _MIN_SPLIT = 256  # tokens of a part at least; reading and merging a part costs about 10 of them
+_LONG_PART = 1024  # tokens; where parts stay as long as this, finer ones cost next to nothing
 _MIN_SHARED_TOKENS = 1024
 _MIN_SHARING_ROWS = 4
-_MAX_WAVES = 4  # of thread blocks over the chip, when splitting
-_SHARES = 0.5 ** np.arange(0, 10, 0.25)  # of the longest row, that a part may have
+_PARTS_PER_SLOT = 4  # at most, when splitting; and one per item that is not split
 _MAX_PARTS = 8  # of one row, where the split may not depend on the batch
 
 
@@ -44,8 +44,9 @@ class Tiling:
         decode_rows: Rows (tokens times query heads of one KV head) of a decode item.
         tile_rows: Rows of a prefill item.
         num_stages: Of the software pipeline, as Triton counts.
-        fixed_split: If not 0, a row is cut into parts of at least so many tokens by its own length
-            only and never shares a prefix, so that its result does not depend on the batch.
+        fixed_split: If not 0, a row of one token is cut into parts of at least so many tokens by
+            its own length only, other rows are not cut, and none shares a prefix, so that a row's
+            result does not depend on the batch.
         share_prefixes: Whether a prefix that several rows share is read once for all.
     """
 
@@ -138,7 +139,7 @@ def plan_sizes(tiling: Tiling, *, num_tokens: int, num_rows: int) -> PlanSizes:
     is_mixed = num_tokens > num_rows
     shares = tiling.can_share and num_rows >= _MIN_SHARING_ROWS
     num_parts = (
-        (_MAX_PARTS - 1) * num_rows if tiling.fixed_split else _MAX_WAVES * tiling.decode_slots
+        (_MAX_PARTS - 1) * num_rows if tiling.fixed_split else _PARTS_PER_SLOT * tiling.decode_slots
     )
     num_tiles = 0
     if is_mixed:
@@ -148,7 +149,7 @@ def plan_sizes(tiling: Tiling, *, num_tokens: int, num_rows: int) -> PlanSizes:
     if shares:
         num_partials += 8 * num_rows
     if (is_mixed and not tiling.fixed_split) or shares:
-        num_tiles += _MAX_WAVES * tiling.tile_slots
+        num_tiles += _PARTS_PER_SLOT * tiling.tile_slots
     if is_mixed and not tiling.fixed_split:
         num_partials += 2 * tiling.tile_slots * tiling.tile_tokens
     return PlanSizes(
@@ -177,26 +178,9 @@ def cut_arrays(buffer: Any, sizes: PlanSizes) -> PlanArrays:
     return PlanArrays(*pieces)
 
 
-class _Work(NamedTuple):
-    """Tokens that read one range of one table; not yet cut into parts.
-
-    Attributes:
-        index_starts: First entry of `token_index`.
-        num_tokens: Number of entries.
-        table_rows: Row whose table is read.
-        kv_begins: First token read, a multiple of the grain.
-        kv_ends: End of the range.
-        is_last: Whether the range ends where the row does.
-        is_merged: Whether its tokens have other work.
-    """
-
-    index_starts: np.ndarray
-    num_tokens: np.ndarray
-    table_rows: np.ndarray
-    kv_begins: np.ndarray
-    kv_ends: np.ndarray
-    is_last: np.ndarray
-    is_merged: np.ndarray
+# What a row's tokens see, read by this item alone.
+_NEW_ITEM = np.array([0, 0, 0, 0, TO_THE_END, NO_PARTIAL, 0, 0], np.int32)
+_SOME_PARTIAL = 0  # until partial results are numbered
 
 
 class _Groups(NamedTuple):
@@ -212,8 +196,17 @@ class _Groups(NamedTuple):
     sizes: np.ndarray
     ends: np.ndarray
 
+    @property
+    def firsts(self) -> np.ndarray:
+        """Where each group begins in `rows`."""
+        return self.sizes.cumsum() - self.sizes
 
-_NOTHING = _Work(*(np.zeros(0, np.int32) for _ in _Work._fields))
+    def where(self, is_kept: np.ndarray) -> "_Groups":
+        """Some of the groups."""
+        if is_kept.all():
+            return self
+        rows = self.rows[is_kept.repeat(self.sizes)]
+        return _Groups(rows, self.sizes[is_kept], self.ends[is_kept])
 
 
 def fill_plan(
@@ -235,254 +228,258 @@ def fill_plan(
         block_tables: Block ids of each row, `[B, M]`.
         window: Tokens that a token sees at most, itself included; `None`: all.
     """
-    starts, ends = query_start_loc[:-1], query_start_loc[1:]
-    counts = ends - starts
-    num_tokens = int(query_start_loc[-1])
-    begins = np.zeros_like(seq_lens)
-    if window is not None:
-        begins = np.maximum(seq_lens - counts - window + 1, 0)
-    is_short = counts <= tiling.decode_tokens
-    groups = None
-    if tiling.can_share and window is None and len(seq_lens) >= _MIN_SHARING_ROWS:
-        groups = _find_shared_prefixes(tiling, seq_lens - counts, is_short, block_tables)
+    starts = query_start_loc[:-1]
+    counts = query_start_loc[1:] - starts
+    computed = seq_lens - counts  # tokens that were in the cache before the step
+    num_rows, num_tokens = len(counts), int(query_start_loc[-1])
+    numbers = np.arange(num_tokens, dtype=np.int32)
+    arrays.token_index[:num_tokens] = numbers
 
-    arrays.token_index[:num_tokens] = np.arange(num_tokens)
-    tiles = _long_work(tiling, starts, counts, seq_lens, is_short, window)
+    rows = _new_items(num_rows)
+    rows[:, INDEX_START] = starts
+    rows[:, NUM_TOKENS] = counts
+    rows[:, TABLE_ROW] = numbers[:num_rows]
+    if window is not None:
+        rows[:, KV_BEGIN] = _first_seen(computed, window)
+    is_short, tiles = None, rows[:0]
+    if num_tokens > num_rows and counts.max() > tiling.decode_tokens:
+        is_short = counts <= tiling.decode_tokens
+        tiles = _cut_tokens(rows.compress(~is_short, axis=0), tiling.tile_tokens)
+        # A token's position is its index and this, which depends on its row.
+        positions = tiles[:, INDEX_START] + (computed - starts)[tiles[:, TABLE_ROW]]
+        tiles[:, KV_END] = positions + tiles[:, NUM_TOKENS]
+        if window is not None:
+            tiles[:, KV_BEGIN] = _first_seen(positions, window)
+
+    groups = None
+    if tiling.can_share and window is None:
+        groups = _find_shared_prefixes(tiling, computed, is_short, block_tables)
     if groups is not None:
-        shared_ends = np.zeros_like(seq_lens)
-        shared_ends[groups.rows] = np.repeat(groups.ends, groups.sizes)
-        decode = _short_work(starts, counts, begins, seq_lens, is_short, shared_ends)
-        shared = _shared_work(arrays, tiling, groups, starts, counts, num_tokens)
-        if len(tiles.table_rows):
-            pairs = zip(tiles, shared, strict=True)
-            shared = _Work(*(np.concatenate(pair) for pair in pairs))
-        if _try_to_fill(arrays, tiling, decode, shared):
+        shared = _share(arrays, tiling, groups, rows, num_tokens)
+        rest = rows.copy()
+        rest[groups.rows, KV_BEGIN] = groups.ends.repeat(groups.sizes)
+        rest[groups.rows, PARTIAL_START] = _SOME_PARTIAL
+        if _cut_and_fill(arrays, tiling, seq_lens, _select(rest, is_short), tiles, shared):
             return
     # Sharing took too many partial results, or there is none.
-    decode = _short_work(starts, counts, begins, seq_lens, is_short, None)
-    is_filled = _try_to_fill(arrays, tiling, decode, tiles)
+    is_filled = _cut_and_fill(arrays, tiling, seq_lens, _select(rows, is_short), tiles)
     assert is_filled
 
 
-def _try_to_fill(arrays: PlanArrays, tiling: Tiling, decode: _Work, tiles: _Work) -> bool:
-    """Fills a plan if there is room for it, with longer parts if it must be."""
-    for chunk_factor in (1, 2, 4, 0):
-        partials = _fill_items(arrays, tiling, decode, tiles, chunk_factor)
-        if partials is not None:
-            _fill_merge(arrays, *partials)
-            return True
-    return False
-
-
 def _find_shared_prefixes(
-    tiling: Tiling, computed: np.ndarray, is_short: np.ndarray, block_tables: np.ndarray
+    tiling: Tiling, computed: np.ndarray, is_short: np.ndarray | None, block_tables: np.ndarray
 ) -> _Groups | None:
     """Finds rows whose tables begin with the same blocks.
+
+    Rows are grouped by the shortest prefix that counts; each group shares what all of it have in
+    common, even if half of it has more.
 
     Args:
         tiling: For the block size.
         computed: Tokens of each row that were in the cache before the step; only they are shared.
-        is_short: Rows that may share.
+        is_short: Rows that may share; `None`: all.
         block_tables: Block ids of each row.
     """
     num_blocks = -(-_MIN_SHARED_TOKENS // tiling.block_size)
-    rows = np.flatnonzero(is_short & (computed >= num_blocks * tiling.block_size))
+    is_candidate = computed >= num_blocks * tiling.block_size
+    if is_short is not None:
+        is_candidate &= is_short
+    rows = is_candidate.nonzero()[0]
     if len(rows) < _MIN_SHARING_ROWS:
         return None
-    # Candidates are rows that share the last block of the shortest prefix that counts.
+    # Candidates are rows that share the last block of the shortest prefix.
     last = block_tables[rows, num_blocks - 1]
-    order = np.argsort(last, kind="stable")
+    order = last.argsort(kind="stable")
     rows, last = rows[order], last[order]
     if not (last[_MIN_SHARING_ROWS - 1 :] == last[: 1 - _MIN_SHARING_ROWS]).any():
         return None
-    starts = np.flatnonzero(np.r_[True, last[1:] != last[:-1]])
-    sizes = np.diff(starts, append=len(rows))
-    # Blocks at the beginning that each row has in common with the first row of its group.
-    most = int(computed[rows].max()) // tiling.block_size
-    tables = block_tables[rows, :most]
-    is_other = tables != np.repeat(tables[starts], sizes, axis=0)
-    num_equal = np.where(is_other.any(axis=1), is_other.argmax(axis=1), most)
-    num_equal = np.minimum(num_equal, computed[rows] // tiling.block_size)
-    ends = np.minimum.reduceat(num_equal, starts) * tiling.block_size // _GRAIN * _GRAIN
-    is_group = (sizes >= _MIN_SHARING_ROWS) & (ends >= _MIN_SHARED_TOKENS)
-    if not is_group.any():
-        return None
-    return _Groups(rows[np.repeat(is_group, sizes)], sizes[is_group], ends[is_group])
+    is_first = np.empty(len(rows) + 1, bool)
+    is_first[0] = is_first[-1] = True
+    np.not_equal(last[1:], last[:-1], out=is_first[1:-1])
+    borders = is_first.nonzero()[0]
+    sizes = borders[1:] - borders[:-1]
+    ends = np.minimum.reduceat(computed[rows], borders[:-1])
+    groups = _Groups(rows, sizes, ends).where(sizes >= _MIN_SHARING_ROWS)
+    # Blocks that each row has in common with the row before it.
+    most = int(groups.ends.max()) // tiling.block_size
+    tables = block_tables[groups.rows, :most]
+    is_other = np.empty((len(tables), most + 1), bool)
+    is_other[:, most] = True
+    np.not_equal(tables[1:], tables[:-1], out=is_other[1:, :most])
+    num_equal = is_other.argmax(axis=1)
+    firsts = groups.firsts
+    num_equal[firsts] = most
+    ends = np.minimum.reduceat(num_equal, firsts) * tiling.block_size
+    groups = groups._replace(ends=_round_down(np.minimum(ends, groups.ends)))
+    groups = groups.where(groups.ends >= _MIN_SHARED_TOKENS)
+    return groups if len(groups.sizes) else None
 
 
-def _short_work(starts, counts, begins, seq_lens, is_short, shared_ends) -> _Work:
-    rows = np.flatnonzero(is_short)
-    kv_begins = begins[rows] // _GRAIN * _GRAIN
-    is_merged = np.zeros(len(rows), bool)
-    if shared_ends is not None:
-        is_merged = shared_ends[rows] > 0
-        kv_begins = np.maximum(kv_begins, shared_ends[rows])
-    return _Work(
-        index_starts=starts[rows],
-        num_tokens=counts[rows],
-        table_rows=rows,
-        kv_begins=kv_begins,
-        kv_ends=seq_lens[rows],
-        is_last=np.ones(len(rows), bool),
-        is_merged=is_merged,
-    )
-
-
-def _long_work(tiling: Tiling, starts, counts, seq_lens, is_short, window) -> _Work:
-    rows = np.flatnonzero(~is_short)
-    if not len(rows):
-        return _NOTHING
-    num_tiles = -(-counts[rows] // tiling.tile_tokens)
-    table_rows = np.repeat(rows, num_tiles)
-    offsets = _count_up(num_tiles) * tiling.tile_tokens
-    num_tokens = np.minimum(counts[table_rows] - offsets, tiling.tile_tokens)
-    first = seq_lens[table_rows] - counts[table_rows] + offsets
-    begins = np.zeros_like(first)
-    if window is not None:
-        begins = np.maximum(first - window + 1, 0) // _GRAIN * _GRAIN
-    return _Work(
-        index_starts=starts[table_rows] + offsets,
-        num_tokens=num_tokens,
-        table_rows=table_rows,
-        kv_begins=begins,
-        kv_ends=first + num_tokens,
-        is_last=np.zeros(len(table_rows), bool),
-        is_merged=np.zeros(len(table_rows), bool),
-    )
-
-
-def _shared_work(
-    arrays: PlanArrays, tiling: Tiling, groups: _Groups, starts, counts, num_tokens: int
-) -> _Work:
+def _share(
+    arrays: PlanArrays, tiling: Tiling, groups: _Groups, rows: np.ndarray, num_tokens: int
+) -> np.ndarray:
     """The tokens of each group against its shared prefix; lists them in `token_index`."""
-    counts = counts[groups.rows]
-    tokens = np.repeat(starts[groups.rows], counts) + _count_up(counts)
-    first = num_tokens
-    arrays.token_index[first : first + len(tokens)] = tokens
-    borders = np.cumsum(groups.sizes) - groups.sizes
-    sizes = np.add.reduceat(counts, borders)
-    num_tiles = -(-sizes // tiling.tile_tokens)
-    offsets = _count_up(num_tiles) * tiling.tile_tokens
-    begins = first + np.repeat(np.cumsum(sizes) - sizes, num_tiles) + offsets
-    num_items = len(offsets)
-    return _Work(
-        index_starts=begins,
-        num_tokens=np.minimum(np.repeat(sizes, num_tiles) - offsets, tiling.tile_tokens),
-        table_rows=np.repeat(groups.rows[borders], num_tiles),
-        kv_begins=np.zeros(num_items, np.int32),
-        kv_ends=np.repeat(groups.ends, num_tiles),
-        is_last=np.zeros(num_items, bool),
-        is_merged=np.ones(num_items, bool),
-    )
+    members, firsts = rows.take(groups.rows, axis=0), groups.firsts
+    counts = members[:, NUM_TOKENS]
+    tokens = _count_up(members[:, INDEX_START], counts)
+    arrays.token_index[num_tokens : num_tokens + len(tokens)] = tokens
+    items = members.take(firsts, axis=0)
+    sizes = np.add.reduceat(counts, firsts)
+    items[:, INDEX_START] = num_tokens + sizes.cumsum() - sizes
+    items[:, NUM_TOKENS] = sizes
+    items[:, KV_END] = groups.ends
+    items[:, PARTIAL_START] = _SOME_PARTIAL
+    return _cut_tokens(items, tiling.tile_tokens)
 
 
-def _fill_items(
-    arrays: PlanArrays, tiling: Tiling, decode: _Work, tiles: _Work, chunk_factor: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Cuts work into items; returns tokens and partial results, or None if there is no room.
-
-    `chunk_factor` multiplies the length of the parts; 0 does not cut.
-    """
-    tokens, num_partials = [], 0
-    for items, work, slots in (
-        (arrays.decode_items, decode, tiling.decode_slots),
-        (arrays.tile_items, tiles, tiling.tile_slots),
-    ):
-        if not len(work.table_rows):
-            items[:] = 0
-            continue
-        parts = _cut(tiling, work, slots, chunk_factor, is_tile=items is arrays.tile_items)
-        num_items = len(parts.table_rows)
-        if num_items > len(items):
-            return None
-        partial_starts = np.full(num_items, NO_PARTIAL, np.int32)
-        if parts.is_merged.any():
-            merged = np.flatnonzero(parts.is_merged)
-            sizes = parts.num_tokens[merged]
-            partial_starts[merged] = num_partials + np.cumsum(sizes) - sizes
-            num_partials += int(sizes.sum())
-            if num_partials > len(arrays.merge_rows):
-                return None
-            indices = np.repeat(parts.index_starts[merged], sizes) + _count_up(sizes)
-            tokens.append(arrays.token_index[indices])
-        # The longest go first, so that the chip does not wait for one of them at the end.
-        order = np.argsort(parts.kv_begins - parts.kv_ends, kind="stable")
-        items[num_items:] = 0
-        items[:num_items, INDEX_START] = parts.index_starts[order]
-        items[:num_items, NUM_TOKENS] = parts.num_tokens[order]
-        items[:num_items, TABLE_ROW] = parts.table_rows[order]
-        items[:num_items, KV_BEGIN] = parts.kv_begins[order]
-        items[:num_items, KV_END] = np.where(parts.is_last, TO_THE_END, parts.kv_ends)[order]
-        items[:num_items, PARTIAL_START] = partial_starts[order]
-    if not tokens:
-        return np.zeros(0, np.int32), np.zeros(0, np.int32)
-    return np.concatenate(tokens), np.arange(num_partials)
-
-
-def _cut(tiling: Tiling, work: _Work, slots: int, chunk_factor: int, *, is_tile: bool) -> _Work:
-    """Cuts work into parts; `chunk_factor` as in `_fill_items`."""
-    lengths = work.kv_ends - work.kv_begins
-    if chunk_factor == 0 or (tiling.fixed_split and is_tile):
-        return work
+def _cut_and_fill(
+    arrays: PlanArrays,
+    tiling: Tiling,
+    seq_lens: np.ndarray,
+    decode: np.ndarray,
+    *tiles: np.ndarray,
+) -> bool:
+    """Fills a plan if there is room for it, with longer parts if it must be."""
+    items, num_decode = np.concatenate([decode, *tiles]), len(decode)
+    lengths = _lengths(items, seq_lens)
     if tiling.fixed_split:
         chunks = _round_up(np.maximum(tiling.fixed_split, -(-lengths // _MAX_PARTS)))
-        num_parts = -(-lengths // chunks)
-    else:
-        chunk = _choose_chunk(lengths, slots) * chunk_factor
-        if chunk >= lengths.max():
-            return work
-        chunks = np.full_like(lengths, chunk)
-        num_parts = -(-lengths // chunk)
-    source = np.repeat(np.arange(len(lengths)), num_parts)
-    part = _count_up(num_parts)
-    chunks, num_parts = chunks[source], num_parts[source]
-    cut = _Work(*(column[source] for column in work))
-    kv_begins = cut.kv_begins + part * chunks
-    return cut._replace(
-        kv_begins=kv_begins,
-        kv_ends=np.minimum(kv_begins + chunks, cut.kv_ends),
-        is_last=cut.is_last & (part == num_parts - 1),
-        is_merged=cut.is_merged | (num_parts > 1),
+        # There is always room for the parts of one token per row.
+        chunks = np.where(items[:, NUM_TOKENS] == 1, chunks, lengths)
+        return _fill(arrays, seq_lens, items, num_decode, lengths, chunks)
+    chunks = np.empty_like(lengths)
+    chunks[:num_decode] = _choose_chunk(lengths[:num_decode], tiling.decode_slots, _PARTS_PER_SLOT)
+    # Partial results of a tile are large: half as many.
+    chunks[num_decode:] = _choose_chunk(
+        lengths[num_decode:], tiling.tile_slots, _PARTS_PER_SLOT // 2
     )
+    for _ in range(3):
+        if _fill(arrays, seq_lens, items, num_decode, lengths, chunks):
+            return True
+        chunks *= 2
+    return _fill(arrays, seq_lens, items, num_decode, lengths, lengths)
 
 
-def _fill_merge(arrays: PlanArrays, tokens: np.ndarray, partials: np.ndarray) -> None:
-    """Lists each token's partial results, in the order of the ranges they read."""
-    if not len(partials):
-        arrays.merge_starts[:] = 0
-        return
-    order = np.argsort(tokens, kind="stable")
-    arrays.merge_rows[: len(partials)] = partials[order]
-    counts = np.bincount(tokens, minlength=len(arrays.merge_starts) - 1)
-    np.cumsum(counts, out=arrays.merge_starts[1:])
+def _fill(
+    arrays: PlanArrays,
+    seq_lens: np.ndarray,
+    items: np.ndarray,
+    num_decode: int,
+    lengths: np.ndarray,
+    chunks: np.ndarray,
+) -> bool:
+    """Cuts items into parts and fills a plan, or says that there is no room for them.
 
-
-def _choose_chunk(lengths: np.ndarray, slots: int) -> int:
-    """Length of the parts that keeps the chip busiest, by the number of waves that it takes.
-
-    Compares what the parts hold with what as many full waves of the longest part would hold, for
-    some twenty lengths from the shortest part to no cut at all. Of equals, the longest part.
+    Args:
+        arrays: To be filled.
+        seq_lens: As in `fill_plan`.
+        items: Decode items, then tiles.
+        num_decode: How many of them are decode items.
+        lengths: Tokens that each item reads.
+        chunks: Tokens that each of its parts reads at most.
     """
+    if (lengths > chunks).any():
+        num_parts = -(-lengths // chunks)
+        items = _cut_ranges(items, num_parts, chunks)
+        lengths = _lengths(items, seq_lens)
+        num_decode = int(num_parts[:num_decode].sum())
+    num_tiles = len(items) - num_decode
+    if num_decode > len(arrays.decode_items) or num_tiles > len(arrays.tile_items):
+        return False
+    merged = (items[:, PARTIAL_START] != NO_PARTIAL).nonzero()[0]
+    if len(merged):
+        sizes = items[merged, NUM_TOKENS]
+        tokens = arrays.token_index[_count_up(items[merged, INDEX_START], sizes)]
+        if len(tokens) > len(arrays.merge_rows):
+            return False
+        items[merged, PARTIAL_START] = sizes.cumsum() - sizes
+        arrays.merge_rows[: len(tokens)] = tokens.argsort(kind="stable")
+        counts = np.bincount(tokens, minlength=len(arrays.merge_starts) - 1)
+        arrays.merge_starts[1:] = counts.cumsum()
+    # The longest go first, so that the chip does not wait for one of them at the end.
+    order = lengths[:num_decode].argsort(kind="stable")[::-1]
+    arrays.decode_items[:num_decode] = items.take(order, axis=0)
+    if num_tiles:
+        order = num_decode + lengths[num_decode:].argsort(kind="stable")[::-1]
+        arrays.tile_items[:num_tiles] = items.take(order, axis=0)
+    return True
+
+
+def _cut_tokens(items: np.ndarray, size: int) -> np.ndarray:
+    """Cuts items into ones of at most `size` tokens."""
+    num_parts = -(-items[:, NUM_TOKENS] // size)
+    parts = items.repeat(num_parts, axis=0)
+    offsets = _count_up(0, num_parts) * size
+    parts[:, INDEX_START] += offsets
+    parts[:, NUM_TOKENS] = np.minimum(parts[:, NUM_TOKENS] - offsets, size)
+    return parts
+
+
+def _cut_ranges(items: np.ndarray, num_parts: np.ndarray, chunks: np.ndarray) -> np.ndarray:
+    """Cuts items into so many ones each, that read `chunks` tokens; the last of each, the rest."""
+    parts = items.repeat(num_parts, axis=0)
+    part = _count_up(0, num_parts)
+    parts[:, KV_BEGIN] += part * chunks.repeat(num_parts)
+    later = part.nonzero()[0]
+    parts[later - 1, KV_END] = parts[later, KV_BEGIN]
+    parts[later - 1, PARTIAL_START] = _SOME_PARTIAL
+    parts[later, PARTIAL_START] = _SOME_PARTIAL
+    return parts
+
+
+def _choose_chunk(lengths: np.ndarray, slots: int, parts_per_slot: int) -> int:
+    """Length of the parts that keeps the chip busy until the end.
+
+    Items start in the order of their lengths, wherever there is a free slot. That balances them
+    well if none is longer than a slot's share of all work; so longer ones are cut. Finer parts
+    balance better: they are made where they are still long, and where at most two waves of items
+    would leave a good part of the last one idle.
+    """
+    if not len(lengths):
+        return _MIN_SPLIT
     longest, total = int(lengths.max()), int(lengths.sum())
-    uncut = int(_round_up(max(longest, 1)))
-    # Many waves come out even by themselves, unless one row is long.
-    is_even = len(lengths) > _MAX_WAVES * slots and total > slots * longest
-    if longest <= 2 * _MIN_SPLIT or is_even:
-        return uncut
-    chunks = _round_up((longest * _SHARES).astype(np.int64))
-    chunks = chunks[chunks >= _MIN_SPLIT]
-    num_parts = (-(-lengths // chunks[:, None])).sum(axis=1)
-    waves = -(-num_parts // slots)
-    efficiency = total / (waves * slots * chunks)
-    efficiency[1:][waves[1:] > _MAX_WAVES] = 0.0  # there may be no room for so many items
-    return int(chunks[np.argmax(efficiency >= 0.97 * efficiency.max())])
+    share = total // slots + 1
+    num_waves = -(-len(lengths) // slots)
+    is_even = num_waves > 2 or total >= 0.9 * num_waves * slots * longest
+    if longest <= 2 * _MIN_SPLIT or (share >= longest and is_even):
+        return longest
+    if share >= min(longest, parts_per_slot * _LONG_PART):
+        share //= parts_per_slot
+    return max(_round_up(share), _MIN_SPLIT)
+
+
+def _new_items(num_items: int) -> np.ndarray:
+    items = np.empty((num_items, ITEM_SIZE), np.int32)
+    items[:] = _NEW_ITEM
+    return items
+
+
+def _select(items: np.ndarray, is_kept: np.ndarray | None) -> np.ndarray:
+    return items if is_kept is None else items.compress(is_kept, axis=0)
+
+
+def _lengths(items: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+    """Tokens that items read."""
+    ends = np.minimum(items[:, KV_END], seq_lens[items[:, TABLE_ROW]])
+    return ends - items[:, KV_BEGIN]
+
+
+def _first_seen(positions: np.ndarray, window: int) -> np.ndarray:
+    """Where ranges begin whose first tokens stand at these positions."""
+    return _round_down(np.maximum(positions - window + 1, 0))
+
+
+def _round_down(lengths):
+    return lengths // _GRAIN * _GRAIN
 
 
 def _round_up(lengths):
     return -(-lengths // _GRAIN) * _GRAIN
 
 
-def _count_up(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... up to each count, one after the other."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+def _count_up(starts: int | np.ndarray, counts: np.ndarray) -> Any:
+    """`counts` numbers from each of `starts`, one range after the other; no range is empty."""
+    ends = counts.cumsum()
+    if ends[-1] == len(ends):
+        return starts
+    return np.arange(ends[-1]) + (starts - ends + counts).repeat(counts)

@@ -181,6 +181,7 @@ def lengths_of(arrays: work.PlanArrays, seq_lens: Sequence[int]) -> np.ndarray:
         [2048] * 40,  # 1.2 waves uncut
         [2048] * 64,
         [32768] + [512] * 63,  # a straggler
+        [32768] + [300] * 255,  # one among many
         [100_000, 50_000] + [3000] * 20,
     ],
 )
@@ -240,6 +241,15 @@ def test_fixed_split_cuts_a_row_by_its_own_length_only():
         mine = items[items[:, work.TABLE_ROW] == 0]
         begins = np.sort(mine[:, work.KV_BEGIN])
         np.testing.assert_array_equal(begins, [0, 1024, 2048, 3072, 4096])
+
+
+def test_fixed_split_has_room_for_every_row_it_cuts():
+    """Were there none, parts would be longer in a crowd."""
+    tiling = Tiling(num_kv_heads=8, group=1, block_size=16, num_sms=132, fixed_split=256)
+    counts, seq_lens = [1] * 30 + [16] * 30, [9000] * 60
+    items = items_of(make_plan(tiling, counts, seq_lens))
+    num_parts = np.bincount(items[:, work.TABLE_ROW])
+    np.testing.assert_array_equal(num_parts, [8] * 30 + [1] * 30)
 
 
 def test_planning_256_requests_is_quick():
