@@ -7,7 +7,7 @@ imports JAX. What one caller asks of one request is `jpaged.sampling_params`.
 from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "xla", "triton")
+ATTENTION_BACKENDS = ("auto", "xla", "triton", "mosaic")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 

@@ -26,6 +26,7 @@ from pallas_kernels.paged_attention.inputs import (
     kv_cache_layer_shape,
     write_kv_cache,
 )
+from pallas_kernels.paged_attention.mosaic import paged_attention_mosaic
 from pallas_kernels.paged_attention.triton import paged_attention_triton
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
@@ -38,7 +39,11 @@ __all__ = [
     "write_kv_cache",
 ]
 
-IMPLEMENTATIONS = {"triton": paged_attention_triton, "xla": paged_attention_xla}
+IMPLEMENTATIONS = {
+    "mosaic": paged_attention_mosaic,
+    "triton": paged_attention_triton,
+    "xla": paged_attention_xla,
+}
 
 
 @overload

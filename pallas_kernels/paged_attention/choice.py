@@ -1,13 +1,16 @@
 """Which kernels run: one table per chip and shape family, with the measurement of each entry."""
 
+import os
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.inputs import Kernels
 from pallas_kernels.paged_attention.plan import Tiling
 
-BACKENDS = ("auto", "xla", "triton")
+BACKENDS = ("auto", "xla", "triton", "mosaic")
 
 
 class Shape(NamedTuple):
@@ -42,8 +45,12 @@ class Entry(NamedTuple):
     evidence: str
 
 
-# The first line that fits a chip and whose backend takes the shape.
-TABLE = (Entry((8, 0), "triton", "not measured"),)
+# The first line that fits a chip and whose backend takes the shape. Where nothing was measured,
+# Triton, which is the simpler: its compiler schedules, and one source serves every chip.
+TABLE = (
+    Entry((8, 0), "triton", "not measured"),
+    Entry((9, 0), "mosaic", "not measured"),
+)
 
 
 class Choice(NamedTuple):
@@ -100,13 +107,14 @@ def choose(
                 f"{device.device_kind} has {_dotted(capability)}"
             )
             continue
-        problem = why_not(entry.backend, shape)
+        problem = why_not(entry.backend, shape, interpret=not is_gpu)
         if problem is not None:
             refused.append(problem)
             continue
         tiling = make_tiling(
             shape,
-            num_sms=getattr(device, "core_count", None) or 8,
+            # The interpreters take their time for every item, empty ones too.
+            num_sms=device.core_count if is_gpu else 2,
             capability=capability,
             fixed_split=fixed_split,
             share_prefixes=share_prefixes,
@@ -117,7 +125,13 @@ def choose(
         reason = f"attention: {entry.backend} on {device.device_kind} ({origin})"
         if refused:
             reason += f"; {'; '.join(refused)}"
-        return Choice(Kernels(entry.backend, tiling, interpret=not is_gpu), reason)
+        kernels = Kernels(entry.backend, tiling, interpret=not is_gpu)
+        if entry.backend == "mosaic":
+            problem = why_no_mosaic_prefill(shape, capability if is_gpu else (9, 0))
+            if problem is not None:
+                kernels = replace(kernels, prefill_backend="triton")
+                reason += f"; prefill: triton, since {problem}"
+        return Choice(kernels, reason)
     if backend != "auto":
         raise ValueError(
             f"attention_backend is {backend!r}, which cannot run here: {'; '.join(refused)}; "
@@ -146,15 +160,49 @@ def make_tiling(
     )
 
 
-def why_not(backend: str, shape: Shape) -> str | None:
-    """Why a backend cannot take a shape; `None` if it can."""
+def why_not(backend: str, shape: Shape, *, interpret: bool = False) -> str | None:
+    """Why a backend cannot take a shape; `None` if it can.
+
+    Args:
+        backend: "triton" or "mosaic".
+        shape: Of the model's attention on one device.
+        interpret: Whether the kernels are interpreted, with products that are not the GPU's.
+    """
     group = shape.num_heads // shape.num_kv_heads
     if group > 16:
         return f"{backend} takes up to 16 query heads per KV head, here are {group}"
+    if backend == "mosaic":
+        return _why_not_mosaic(shape, interpret=interpret)
     if shape.head_dim > 256:
         return f"{backend} takes head_dim up to 256, here is {shape.head_dim}"
     if jnp.dtype(shape.dtype).name not in ("float16", "bfloat16", "float32"):
         return f"{backend} takes float16, bfloat16 and float32, here is {shape.dtype}"
+    return None
+
+
+def _why_not_mosaic(shape: Shape, *, interpret: bool) -> str | None:
+    if shape.head_dim not in (64, 128, 256):
+        return f"mosaic takes head_dim 64, 128 and 256, here is {shape.head_dim}"
+    if shape.block_size not in (16, 32, 64, 128):
+        return f"mosaic takes blocks of 16, 32, 64 and 128 tokens, here are {shape.block_size}"
+    dtypes = ("float16", "bfloat16", "float32") if interpret else ("float16", "bfloat16")
+    if jnp.dtype(shape.dtype).name not in dtypes:
+        return f"mosaic takes {' and '.join(dtypes)}, here is {shape.dtype}"
+    # XLA's threads run the interpreter's, of which three wait for each other.
+    if interpret and max(os.cpu_count() or 1, len(jax.devices("cpu"))) < 4:
+        return (
+            "mosaic is interpreted by 4 threads, of which XLA has one per CPU or CPU device; "
+            "set JAX_NUM_CPU_DEVICES=4"
+        )
+    return None
+
+
+def why_no_mosaic_prefill(shape: Shape, capability: tuple[int, int]) -> str | None:
+    """Why the prefill kernel of Mosaic is not for this chip and shape; `None` if it is."""
+    if capability != (9, 0):
+        return "mosaic's needs the wgmma of compute capability 9.0"
+    if shape.head_dim > 128:
+        return f"mosaic's spills registers with head_dim {shape.head_dim}"
     return None
 
 

@@ -16,14 +16,16 @@ class Kernels:
     """Which kernels attend; the static part of a plan.
 
     Attributes:
-        backend: "triton" or "xla".
+        backend: "mosaic", "triton" or "xla".
         tiling: How GPU kernels cut work; `None` for "xla".
         interpret: Run GPU kernels on the CPU, by the interpreter of the backend.
+        prefill_backend: What takes items of many tokens, where it is not `backend`.
     """
 
     backend: str
     tiling: Tiling | None = None
     interpret: bool = False
+    prefill_backend: str | None = None
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["kernels"])

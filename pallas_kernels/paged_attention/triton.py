@@ -78,7 +78,7 @@ def paged_attention_triton(
         (arrays.decode_items, tiling.decode_rows),
     ):
         if items.shape[0]:
-            results = _attend(
+            results = attend(
                 q, kv_cache_layer, inputs, items, results, num_rows=num_rows, **options
             )
     out, partials, log_sums, *rest = results
@@ -86,7 +86,7 @@ def paged_attention_triton(
     return merge_partials(out, partials, log_sums, inputs, sinks=sinks, log_sum_exp=log_sum_exp)
 
 
-def _attend(
+def attend(
     q,
     kv_cache_layer,
     inputs: AttentionInputs,

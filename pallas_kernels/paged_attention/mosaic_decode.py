@@ -1,0 +1,31 @@
+"""Decode items through Mosaic GPU: few rows per item, so that reading the cache is the work.
+
+Two forms. With 16 rows `mma` wastes the least, runs on every chip from sm_90 on, and two thread
+blocks share an SM; with 64 rows `wgmma` reads keys and values straight from shared memory, on sm_90
+only, and takes the longer chunks too. Which is quicker is not measured.
+"""
+
+from pallas_kernels.paged_attention.mosaic_kernel import Form
+
+RING_BYTES = 96 * 1024  # of keys and values on their way; two thread blocks fit an SM
+TILE_TOKENS = 64
+
+
+def decode_form(num_rows: int, head_dim: int) -> Form:
+    """The form for items of so many rows.
+
+    Raises:
+        ValueError: If `num_rows` is neither 16 nor 64.
+    """
+    products = {16: "mma", 64: "wgmma"}
+    if num_rows not in products:
+        raise ValueError(f"decode_rows is {num_rows}; Mosaic takes 16 or 64")
+    tile_bytes = 2 * TILE_TOKENS * head_dim * 2
+    return Form(
+        num_rows=num_rows,
+        num_computing=1,
+        tile_tokens=TILE_TOKENS,
+        num_stages=max(2, RING_BYTES // tile_bytes),
+        product=products[num_rows],
+        has_full_tiles=False,
+    )
