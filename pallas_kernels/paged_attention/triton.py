@@ -34,8 +34,8 @@ from pallas_kernels.paged_attention.merge import merge_partials
 _LOG2_E = math.log2(math.e)
 _MASKED = -1e30  # a logit that no softmax sees; finite, so that its difference to itself is 0
 
-# What a cached number of one byte is a multiple of, as `_planes` reads it.
-_UNITS = {"float8_e4m3fn": 256.0, "float8_e5m2": 1.0, "int8": 1.0}
+# Dtypes of one byte that a cache may have, and what `_planes` leaves out as a factor.
+UNITS = {"float8_e4m3fn": 256.0, "float8_e5m2": 1.0, "int8": 1.0}
 
 
 def paged_attention_triton(
@@ -58,11 +58,11 @@ def paged_attention_triton(
     tiling, arrays, _ = _unpack_plan(inputs)
     num_tokens, num_heads, head_dim = q.shape
     cache_dtype = kv_cache_layer.dtype.name
-    if cache_dtype not in (q.dtype.name, *_UNITS):
+    if cache_dtype not in (q.dtype.name, *UNITS):
         raise ValueError(
-            f"the KV cache is {cache_dtype}; it must be {q.dtype}, like q, or {', '.join(_UNITS)}"
+            f"the KV cache is {cache_dtype}; it must be {q.dtype}, like q, or {', '.join(UNITS)}"
         )
-    if cache_dtype in _UNITS and head_dim % 2:
+    if cache_dtype in UNITS and head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}; it must be even in a cache of {cache_dtype}")
     num_partials = arrays.merge_rows.shape[0]
     results: Any = (
@@ -104,7 +104,7 @@ def attend(
     _, num_kv_heads, _, block_size, head_dim = kv_cache_layer.shape
     is_decode = num_rows < 64
     kv_rows = kv_cache_layer.reshape(-1, head_dim)
-    packed = kv_cache_layer.dtype.name if kv_cache_layer.dtype.name in _UNITS else None
+    packed = kv_cache_layer.dtype.name if kv_cache_layer.dtype.name in UNITS else None
     if packed is not None:
         kv_rows = jax.lax.bitcast_convert_type(kv_rows.reshape(-1, head_dim // 2, 2), jnp.int16)
     kernel = functools.partial(
@@ -214,7 +214,7 @@ def _kernel(
         is_column = (columns < num_columns)[None, :]
         # Of queries and outputs, those of each plane.
         planes = [columns] if packed is None else [2 * columns, 2 * columns + 1]
-        unit = 1.0 if packed is None else _UNITS[packed]
+        unit = 1.0 if packed is None else UNITS[packed]
         q = [
             plt.load(
                 q_ref.at[index[:, None], heads[:, None], plane[None, :]],
@@ -351,7 +351,7 @@ def _kernel(
 
 
 def _planes(pairs, packed: str, dtype):
-    """The lower and the upper of each pair of bytes, as numbers of `dtype` in `_UNITS`."""
+    """The lower and the upper of each pair of bytes, as numbers of `dtype`, in `UNITS`."""
     planes = []
     for byte in (pairs << 8, pairs):  # in the upper half of 16 bits
         if packed == "int8":
