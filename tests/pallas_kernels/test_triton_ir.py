@@ -1,6 +1,6 @@
 """The Triton IR of the kernels against dense attention and against `interpret=True`."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,7 @@ def attend(batch: Batch, run, **options):
     return jax.tree.map(lambda x: np.asarray(x).astype(np.float32), results)
 
 
+@cache
 def attend_lowered(name: str, **options):
     """A case with its plan, and what the lowered kernels answer."""
     num_sms = 16 if name == "split" else 4
