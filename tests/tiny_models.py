@@ -75,6 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model_type": "mistral",
         "sliding_window": None,
     },
+    "heads-of-64": {"head_dim": 64},
 }
 
 

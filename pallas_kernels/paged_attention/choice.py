@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.inputs import Kernels
 from pallas_kernels.paged_attention.plan import Tiling
+from pallas_kernels.paged_attention.triton import UNITS
 
 BACKENDS = ("auto", "xla", "triton", "mosaic")
 
@@ -21,7 +22,8 @@ class Shape(NamedTuple):
         num_kv_heads: KV heads.
         head_dim: Numbers per head.
         block_size: Tokens per block.
-        dtype: Of queries and cache.
+        dtype: Of queries.
+        cache_dtype: Of the cache; `None`: as `dtype`.
     """
 
     num_heads: int
@@ -29,6 +31,7 @@ class Shape(NamedTuple):
     head_dim: int
     block_size: int
     dtype: str
+    cache_dtype: str | None = None
 
 
 class Entry(NamedTuple):
@@ -171,11 +174,17 @@ def why_not(backend: str, shape: Shape, *, interpret: bool = False) -> str | Non
     group = shape.num_heads // shape.num_kv_heads
     if group > 16:
         return f"{backend} takes up to 16 query heads per KV head, here are {group}"
+    dtype = jnp.dtype(shape.dtype).name
+    cache = jnp.dtype(shape.cache_dtype or shape.dtype).name
+    if cache != dtype and not (backend == "triton" and cache in UNITS):
+        return f"{backend} cannot read a cache of {cache}"
+    if cache in UNITS and shape.head_dim % 2:
+        return f"{backend} takes an even head_dim in a cache of {cache}, here is {shape.head_dim}"
     if backend == "mosaic":
         return _why_not_mosaic(shape, interpret=interpret)
     if shape.head_dim > 256:
         return f"{backend} takes head_dim up to 256, here is {shape.head_dim}"
-    if jnp.dtype(shape.dtype).name not in ("float16", "bfloat16", "float32"):
+    if dtype not in ("float16", "bfloat16", "float32"):
         return f"{backend} takes float16, bfloat16 and float32, here is {shape.dtype}"
     return None
 

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention import compat
 from pallas_kernels.paged_attention import plan as work
 from pallas_kernels.paged_attention.inputs import AttentionInputs
 
@@ -79,10 +80,7 @@ class _Wgmma:
         self.accumulator = self.left = plgpu.Layout.WGMMA
 
     def __call__(self, accumulated, left, right_ref):
-        def run(ref):
-            plgpu.wgmma(ref, left, right_ref)
-
-        return pl.run_state(run)(plgpu.ACC.init(accumulated))
+        return compat.wgmma(accumulated, left, right_ref)
 
 
 _PRODUCTS = {"mma": _Mma, "wgmma": _Wgmma}
@@ -110,7 +108,7 @@ def attend(
     """Runs the kernel over a list of items.
 
     Args:
-        q: As in `paged_attention`, like the options.
+        q: As in `paged_attention`.
         kv_cache_layer: Likewise.
         inputs: Likewise.
         items: `[D, 8]`, of the plan.
@@ -118,15 +116,17 @@ def attend(
             outputs: arrays that another kernel has begun, or their shapes.
         form: How a thread block is built.
         name: Of the kernel.
+        scale: As in `paged_attention`.
+        window: Likewise.
+        softcap: Likewise.
+        sinks: Likewise.
     """
     plan = inputs.plan
     assert plan is not None and plan.arrays is not None and plan.kernels.tiling is not None
     tiling, interpret = plan.kernels.tiling, plan.kernels.interpret
     _, num_kv_heads, _, block_size, head_dim = kv_cache_layer.shape
     dtype, rows = q.dtype, form.num_rows * form.num_computing
-    shape = _Shape(
-        tiling.group, tiling.padded_group, num_kv_heads, block_size, head_dim, interpret
-    )
+    shape = _Shape(tiling.group, tiling.padded_group, num_kv_heads, block_size, head_dim, interpret)
     options = _Options(
         scale * _LOG2_E, window, None if softcap is None else softcap * _LOG2_E, sinks is not None
     )
@@ -135,15 +135,8 @@ def attend(
         _kernel(_Refs(*refs), _Scratch(**scratch), form, shape, options)
 
     run.__name__ = name
-    swizzle = min(128, head_dim * dtype.itemsize)
-    transforms = (
-        plgpu.TilingTransform((8, swizzle // dtype.itemsize)),
-        plgpu.SwizzleTransform(swizzle),
-    )
     num_copies = max(1, form.tile_tokens // block_size)
-    ring = plgpu.SMEM(
-        (form.num_stages, form.tile_tokens, head_dim), dtype, transforms=transforms
-    )
+    ring = compat.swizzled_smem((form.num_stages, form.tile_tokens, head_dim), dtype)
     scratch = _Scratch(
         q=plgpu.SMEM((rows, head_dim), dtype),
         k=ring,
@@ -175,7 +168,7 @@ def attend(
             # For sums over several warps, which "wgmma" has no need of.
             reduction_scratch_bytes=2048 if form.product == "mma" else 128,
         ),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        interpret=compat.interpreter() if interpret else None,
     )(
         items,
         plan.arrays.token_index,
@@ -363,7 +356,7 @@ def _fetch(item: _Item, refs: _Refs, scratch: _Scratch, form: Form, shape: _Shap
         layout = plgpu.Layout.SMEM_GMEM_COPY((chunk, shape.head_dim), refs.q.dtype, 128)
 
         @pl.loop(lax.div(num_valid, chunk), form.tile_tokens // chunk)
-        def _(i):
+        def clear(i):
             v = scratch.v.at[slot, pl.ds(i * chunk, chunk)]
             values = plgpu.load(v, layout=layout)
             token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
@@ -468,7 +461,13 @@ def _compute(
                 piece = pl.ds(start, product.v_tokens)
                 weights = load_left(scratch.weights.at[:, piece])
                 accumulated = multiply(accumulated, weights, v.at[piece])
-        plgpu.barrier_arrive(scratch.kv_free.at[slot])
+
+        @pl.when(tile + form.num_stages < item.end)  # nobody waits for the last slots
+        def _():
+            if not product.keeps_left or shape.interpret:
+                plgpu.commit_smem()  # loads come before the copies that write over what they read
+            plgpu.barrier_arrive(scratch.kv_free.at[slot])
+
         return accumulated, new_peak, total
 
     carry = (
@@ -483,9 +482,7 @@ def _compute(
         full_end = lax.div(jnp.minimum(item.kv_end, first + 1), tile_tokens)
         full_end = jnp.maximum(full_end, item.begin)
         if options.window is not None:
-            full_begin = lax.div(
-                jnp.maximum(last - options.window + tile_tokens, 0), tile_tokens
-            )
+            full_begin = lax.div(jnp.maximum(last - options.window + tile_tokens, 0), tile_tokens)
             full_begin = jnp.minimum(jnp.maximum(full_begin, item.begin), item.end)
             full_end = jnp.maximum(full_end, full_begin)
             carry = lax.fori_loop(item.begin, full_begin, masked, carry)
@@ -499,7 +496,8 @@ def _compute(
             @pl.when(first_token + i < item.num_tokens)
             def _(i=i):
                 plgpu.copy_smem_to_gmem(
-                    source.at[rows_of(i)], target.at[place(first_token + i), pl.ds(first_head, group)]
+                    source.at[rows_of(i)],
+                    target.at[place(first_token + i), pl.ds(first_head, group)],
                 )
 
         plgpu.wait_smem_to_gmem(0)

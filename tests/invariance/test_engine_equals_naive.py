@@ -110,6 +110,33 @@ def test_answers_of_other_models_are_naive(variant, tiny_model):
     assert_naive(answer(engine, JOBS), variant)
 
 
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+def test_answers_of_gpu_kernels_are_naive(backend, tiny_model):
+    """What a GPU runs, interpreted: prompts in chunks, a shared prefix, seven steps.
+
+    Few, since Mosaic's interpreter takes seconds for a step. All arrangements above are Triton's.
+    """
+    model = tiny_model("heads-of-64")
+    engine = shared_engine(
+        model,
+        attention_backend=backend,
+        max_num_seqs=2,
+        max_num_batched_tokens=24,
+        decode_buckets=(2,),
+        mixed_buckets=(24,),
+    )
+    random = np.random.default_rng(0)
+    prompt = random.integers(0, 256, 37).tolist()
+    jobs = [make_job(prompt[:length], kind, max_tokens=6) for kind, length in enumerate((37, 20))]
+    requests = add(engine, jobs)
+    num_steps = 0
+    while engine.has_unfinished_requests:
+        engine.step()
+        num_steps += 1
+    assert_naive(requests, "heads-of-64")
+    assert num_steps >= 7
+
+
 def test_answers_do_not_depend_on_order_or_company(tiny_model):
     engine = shared_engine(tiny_model("gqa"))
     expected = [request.output_token_ids for request in answer(engine, JOBS)]

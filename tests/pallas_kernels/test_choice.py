@@ -56,21 +56,80 @@ def test_a_cpu_runs_its_own_code_unless_asked():
         ),
         (LLAMA._replace(head_dim=512), H200, "triton takes head_dim up to 256, here is 512"),
         (
-            LLAMA._replace(dtype="float8_e4m3fn"),
+            LLAMA._replace(dtype="float8_e4m3fn", head_dim=128),
             H200,
             "triton takes float16, bfloat16 and float32, here is float8_e4m3fn",
+        ),
+        (
+            LLAMA._replace(cache_dtype="float16"),
+            H200,
+            "triton cannot read a cache of float16",
+        ),
+        (
+            LLAMA._replace(cache_dtype="int8", head_dim=75),
+            H200,
+            "triton takes an even head_dim in a cache of int8, here is 75",
         ),
     ],
 )
 def test_what_a_backend_cannot_take_falls_to_xla_with_the_reason(shape, device, reason):
     kernels, said = choose(shape, device)
-    assert kernels is None and said == f"attention: xla on {device.device_kind}; {reason}"
+    assert kernels is None
+    assert said.startswith(f"attention: xla on {device.device_kind}; {reason}; mosaic ")
     with pytest.raises(ValueError, match=reason):
         choose(shape, device, backend="triton")
 
 
+@pytest.mark.parametrize(
+    ("device", "changes", "prefill", "said"),
+    [
+        (H200, {}, None, "(as asked)"),
+        (
+            H200,
+            {"head_dim": 256},
+            "triton",
+            "(as asked); prefill: triton, since mosaic's spills registers with head_dim 256",
+        ),
+        (
+            gpu("NVIDIA B200", "10.0", 148),
+            {},
+            "triton",
+            "; prefill: triton, since mosaic's needs the wgmma of compute capability 9.0",
+        ),
+        (CPU, {"dtype": "float32"}, None, "(as asked, interpreted)"),
+    ],
+)
+def test_mosaic_runs_where_asked_and_leaves_triton_what_it_cannot(device, changes, prefill, said):
+    kernels, reason = choose(LLAMA._replace(**changes), device, backend="mosaic")
+    assert kernels is not None and kernels.backend == "mosaic"
+    assert kernels.prefill_backend == prefill
+    assert reason.startswith("attention: mosaic on ") and reason.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "reason"),
+    [
+        ({}, L40S, "mosaic needs compute capability 9.0, NVIDIA L40S has 8.9"),
+        ({"head_dim": 96}, H200, "mosaic takes head_dim 64, 128 and 256, here is 96"),
+        ({"block_size": 8}, H200, "mosaic takes blocks of 16, 32, 64 and 128 tokens, here are 8"),
+        ({"dtype": "float32"}, H200, "mosaic takes float16 and bfloat16, here is float32"),
+        ({"cache_dtype": "int8"}, H200, "mosaic cannot read a cache of int8"),
+    ],
+)
+def test_what_mosaic_cannot_take_is_refused_by_name(changes, device, reason):
+    with pytest.raises(ValueError, match=reason):
+        choose(LLAMA._replace(**changes), device, backend="mosaic")
+
+
+def test_interpreting_mosaic_needs_threads(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("jax.devices", lambda platform: [CPU])
+    with pytest.raises(ValueError, match="set JAX_NUM_CPU_DEVICES=4"):
+        choose(LLAMA, CPU, backend="mosaic")
+
+
 def test_unknown_name_is_refused_with_the_names():
-    with pytest.raises(ValueError, match=r"'flash'; it must be one of auto, xla, triton"):
+    with pytest.raises(ValueError, match=r"'flash'; it must be one of auto, xla, triton, mosaic"):
         choose(LLAMA, H200, backend="flash")
 
 
