@@ -41,12 +41,13 @@ class Thunk:
 def read_thunks(files: Iterable[Path]) -> list[Thunk]:
     """The thunks of one program, from XLA's dump of it."""
     texts = {
-        end: file.read_text()
-        for end in ("thunk_sequence_after_thunk_passes.txt", "thunk_metadata.txt")
+        file.name.rpartition(".thunk_")[2]: file.read_text()
         for file in files
-        if file.name.endswith(end)
+        if "thunk" in file.name
     }
-    return parse_thunks(*texts.values())
+    # Where nothing becomes a graph, there is no second list.
+    sequence = texts.get("sequence_after_thunk_passes.txt", texts["sequence.txt"])
+    return parse_thunks(sequence, texts["metadata.txt"])
 
 
 def parse_thunks(text: str, metadata: str) -> list[Thunk]:
@@ -92,6 +93,8 @@ def walk(
         inside = list(thunk.branches.values())
         if thunk.kind == "kConditional":
             inside = [] if len(inside) < 2 else [min(inside, key=count_kernels)]
+        elif thunk.kind == "kDynamicSliceFusion":
+            inside = []  # one kernel and its wrapping
         for branch in inside:
             yield from walk(branch, thunk if thunk.kind == "kCommandBuffer" else graph)
 

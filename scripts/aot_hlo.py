@@ -109,7 +109,9 @@ class Program:
     def bytes_moved(self, computation: str = "") -> int:
         """Least bytes that the kernels move, those of hand-written kernels left out."""
         name = computation or self.entry
-        return sum(self._bytes(each) for each in self.kernels(name) if not is_pallas(each))
+        return sum(
+            self._bytes(each) for each in self.kernels(name) if not self.is_hand_written(each)
+        )
 
     def _bytes(self, kernel: Instruction) -> int:
         around = self.computations[kernel.computation]
@@ -179,6 +181,14 @@ class Program:
             )
         )
 
+    def is_hand_written(self, kernel: Instruction) -> bool:
+        """Whether a kernel is one of Pallas'; XLA wraps those of Mosaic in a fusion."""
+        if kernel.opcode == "fusion":
+            return any(map(self.is_hand_written, self.computations[kernel.called[0]].values()))
+        return kernel.opcode == "custom-call" and bool(
+            re.search(r'custom_call_target="(__gpu\$xla\.gpu\.triton|mosaic_gpu)', kernel.text)
+        )
+
     def _is_library_call(self, kernel: Instruction) -> bool:
         return kernel.opcode == "custom-call" and bool(
             re.search(r'custom_call_target="__cu(blas|dnn)', kernel.text)
@@ -192,15 +202,8 @@ class Program:
             if kernel.num_elements >= min_elements
             and not self.is_product(kernel)
             and not self.updates_in_place(kernel)
-            and not is_pallas(kernel)
+            and not self.is_hand_written(kernel)
         ]
-
-
-def is_pallas(kernel: Instruction) -> bool:
-    """Whether a kernel is hand-written."""
-    return kernel.opcode == "custom-call" and bool(
-        re.search(r'custom_call_target="(__gpu\$xla\.gpu\.triton|mosaic_gpu)', kernel.text)
-    )
 
 
 def _size(dtype: str, dimensions: str) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from jpaged.runner.step_inputs import BucketTable
 from pallas_kernels.paged_attention import plan
 from pallas_kernels.paged_attention.choice import Shape, choose
 from scripts.aot_dump import Thunk, read_kernels, read_thunks, walk
-from scripts.aot_hlo import Instruction, Program, is_pallas
+from scripts.aot_hlo import Instruction, Program
 from scripts.aot_targets import TARGETS, make_mesh
 
 CONFIG = ModelConfig(
@@ -213,7 +213,7 @@ def compile_steps(
 
 def _describe_graphs(thunks: list[Thunk], hlo: Program, num_layers: int) -> dict[str, Any]:
     """What of a step is in CUDA graphs."""
-    hand_written = {kernel.name for kernel in hlo.kernels() if is_pallas(kernel)}
+    hand_written = {kernel.name for kernel in hlo.kernels() if hlo.is_hand_written(kernel)}
     steps = [(thunk, graph) for thunk, graph in walk(thunks) if thunk.kind != "kCommandBuffer"]
     attention = [(thunk, graph) for thunk, graph in steps if thunk.instruction in hand_written]
     if len(attention) != len(hand_written) or len(attention) % num_layers:

@@ -70,6 +70,19 @@ def test_of_a_conditional_the_shorter_branch_counts():
     assert count_kernels(thunks[1].branches["true_branch"]) == 4
 
 
+def test_a_wrapped_kernel_counts_once():
+    thunks = parse_thunks(
+        """\
+000: kCommandBuffer [source       | next=128 (1)]
+    007: kDynamicSliceFusion [prev=006 (1)  | next=010 (2)] params=8, results=3
+        008: kCustomCall [source | sink] kCustomCall
+""",
+        'profile_annotation: "attention.1" thunk_id: 7',
+    )
+    assert count_kernels(thunks) == 1
+    assert [thunk.instruction for thunk, _ in walk(thunks)] == ["", "attention.1"]
+
+
 HLO = """\
 HloModule jit__step, is_scheduled=true
 
@@ -127,6 +140,23 @@ def test_bytes_are_those_that_kernels_must_move():
     written = 2 * 4 * 512 * 2 + 4 * 4  # the new rows read and written, not the cache
     out = (4 * 64 + 32768 * 64 + 4 * 32768) * 2
     assert Program(HLO).bytes_moved() == embedded + written + out
+
+
+def test_hand_written_kernels_are_left_out_wrapped_or_not():
+    called = '%attention = bf16[4,64]{1,0} custom-call(%written), custom_call_target="__gpu$xla.gpu'
+    assert called in HLO
+    wrapped = HLO.replace(
+        called + '.triton"',
+        "%attention = bf16[4,64]{1,0} fusion(%written), kind=kCustom, calls=%wrapped",
+    )
+    wrapped += """
+%wrapped (p0.4: bf16[4096,512]) -> bf16[4,64] {
+  %p0.4 = bf16[4096,512]{1,0} parameter(0)
+  ROOT %mpmd_map.1 = bf16[4,64]{1,0} custom-call(%p0.4), custom_call_target="mosaic_gpu_v2"
+}
+"""
+    assert Program(wrapped).bytes_moved() == Program(HLO).bytes_moved()
+    assert sum(map(Program(wrapped).is_hand_written, Program(wrapped).kernels())) == 1
 
 
 def test_a_weight_may_be_gathered_from_or_multiplied_and_nothing_else():
