@@ -16,7 +16,7 @@ import time
 from jpaged.core.kv_cache_manager import KVCacheManager
 from jpaged.core.scheduler import Scheduler
 from jpaged.request import Request
-from jpaged.runner.step_inputs import BucketTable, StepInputsBuilder
+from jpaged.runner.step_inputs import BucketTable, StepInputsBuilder, StepLayout
 from jpaged.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -41,7 +41,13 @@ def measure(num_waiting: int, num_steps: int) -> float:
         max_model_len=MAX_MODEL_LEN,
         token_buckets=buckets.mixed_tokens,
     )
-    builder = StepInputsBuilder(buckets=buckets, block_size=BLOCK_SIZE, max_num_seqs=NUM_RUNNING)
+    builder = StepInputsBuilder(
+        layout=StepLayout(-(-MAX_MODEL_LEN // BLOCK_SIZE)),
+        buckets=buckets,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=NUM_RUNNING,
+        vocab_size=50_000,
+    )
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     for i in range(NUM_RUNNING + num_waiting):
         prompt = [rng.randrange(50_000) for _ in range(rng.randrange(256, 1280))]

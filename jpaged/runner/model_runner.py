@@ -32,8 +32,7 @@ from jpaged.runner.step_inputs import (
     Bucket,
     BucketTable,
     StepInputsBuilder,
-    buffer_size,
-    unpack,
+    StepLayout,
 )
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels.paged_attention import Kernels
@@ -140,15 +139,15 @@ class ModelRunner:
             self._num_alternatives = min(max_logprobs, self.num_tokens_known)
         self._logprobs_mode = logprobs_mode
         self._processors = tuple(processors)
-        self._num_arguments = sum(processor.num_arguments for processor in processors)
-        self._kernels = kernels
+        num_arguments = sum(processor.num_arguments for processor in processors)
+        self._layout = StepLayout(max_blocks, num_arguments, kernels)
         self._builder = StepInputsBuilder(
+            layout=self._layout,
             buckets=buckets,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             vocab_size=config.vocab_size,
             processors=processors,
-            kernels=kernels,
         )
         self._plan = CompilePlan({})
 
@@ -164,7 +163,7 @@ class ModelRunner:
             return jax.ShapeDtypeStruct((size,), jnp.int32)
 
         def lower_step(bucket: Bucket):
-            size = buffer_size(bucket, self.max_blocks, self._num_arguments, self._kernels)
+            size = self._layout.buffer_size(bucket)
             step = jax.jit(partial(self._step, bucket), donate_argnums=(1, 2))
             return step.lower(leaves, cache, *state, ints(size))
 
@@ -259,7 +258,7 @@ class ModelRunner:
     def _step(self, bucket: Bucket, leaves, kv_cache, counts, biases, buffer):
         """The traced step; see the module's docstring."""
         model = self._merge(leaves)
-        inputs = unpack(buffer, bucket, self.max_blocks, self._num_arguments, self._kernels)
+        inputs = self._layout.unpack(buffer, bucket)
         hidden, kv_cache = model(
             inputs.token_ids, inputs.attention.positions, kv_cache, inputs.attention
         )

@@ -1,7 +1,8 @@
 """From the scheduler's decisions to the arrays of one step, padded to a bucket.
 
 All arrays of a step are views into one int32 buffer, so a step costs one upload. `StepInputs` is
-the same on both sides: `allocate` makes the views in NumPy, `unpack` cuts the device's buffer.
+the same on both sides: `StepLayout.unpack` makes the views in NumPy and cuts the
+device's buffer.
 
 **Buckets.** A program is named by `(T, B)`: padded tokens and padded requests. If every request
 computes one token, `T = B` is taken from the decode ladder; otherwise the step is *mixed*, with
@@ -222,53 +223,58 @@ class _Cursor:
         return jax.lax.bitcast_convert_type(ints, jnp.float32)
 
 
-def unpack(
-    buffer: Any,
-    bucket: Bucket,
-    max_blocks: int,
-    num_arguments: int = 0,
-    kernels: Kernels | None = None,
-) -> StepInputs:
-    """Cuts a flat int32 buffer, NumPy or traced, into the inputs of a step."""
-    num_tokens, num_rows = bucket
-    cut = _Cursor(buffer)
-    return StepInputs(
-        token_ids=cut.ints(num_tokens),
-        attention=AttentionInputs(
-            positions=cut.ints(num_tokens),
-            slot_mapping=cut.ints(num_tokens),
-            query_start_loc=cut.ints(num_rows + 1),
-            seq_lens=cut.ints(num_rows),
-            block_tables=cut.ints(num_rows, max_blocks),
-            plan=_cut_plan(cut, bucket, kernels),
-        ),
-        logits_indices=cut.ints(num_rows),
-        sampling=SamplingInputs(
-            floats=cut.floats(_NUM_FLOATS + num_arguments, num_rows),
-            ints=cut.ints(_NUM_INTS, num_rows),
-            samples=cut.ints(num_rows),
-            rows=cut.ints(num_rows),
-            positions=cut.ints(num_rows),
-        ),
-    )
+class StepLayout(NamedTuple):
+    """What the arrays of a step hold, besides what its bucket says.
 
+    Attributes:
+        max_blocks: Blocks of the longest request.
+        num_arguments: Of all logits processors.
+        kernels: That attend; `None`: the platform's own code.
+    """
 
-def buffer_size(
-    bucket: Bucket, max_blocks: int, num_arguments: int = 0, kernels: Kernels | None = None
-) -> int:
-    """Length of the int32 buffer that `unpack` cuts."""
-    per_row = 3 + max_blocks + _NUM_FLOATS + num_arguments + _NUM_INTS + 3
-    size = 3 * bucket.num_tokens + bucket.num_rows * per_row + 1
-    if kernels is not None and kernels.tiling is not None:
-        size += plan_sizes(kernels.tiling, **bucket._asdict()).num_ints
-    return size
+    max_blocks: int
+    num_arguments: int = 0
+    kernels: Kernels | None = None
 
+    def unpack(self, buffer: Any, bucket: Bucket) -> StepInputs:
+        """Cuts a flat int32 buffer, NumPy or traced, into the inputs of a step."""
+        num_tokens, num_rows = bucket
+        cut = _Cursor(buffer)
+        return StepInputs(
+            token_ids=cut.ints(num_tokens),
+            attention=AttentionInputs(
+                positions=cut.ints(num_tokens),
+                slot_mapping=cut.ints(num_tokens),
+                query_start_loc=cut.ints(num_rows + 1),
+                seq_lens=cut.ints(num_rows),
+                block_tables=cut.ints(num_rows, self.max_blocks),
+                plan=self._cut_plan(cut, bucket),
+            ),
+            logits_indices=cut.ints(num_rows),
+            sampling=SamplingInputs(
+                floats=cut.floats(_NUM_FLOATS + self.num_arguments, num_rows),
+                ints=cut.ints(_NUM_INTS, num_rows),
+                samples=cut.ints(num_rows),
+                rows=cut.ints(num_rows),
+                positions=cut.ints(num_rows),
+            ),
+        )
 
-def _cut_plan(cut: _Cursor, bucket: Bucket, kernels: Kernels | None) -> AttentionPlan | None:
-    if kernels is None or kernels.tiling is None:
-        return None if kernels is None else AttentionPlan(kernels)
-    sizes = plan_sizes(kernels.tiling, **bucket._asdict())
-    return AttentionPlan(kernels, cut_arrays(cut.ints(sizes.num_ints), sizes))
+    def buffer_size(self, bucket: Bucket) -> int:
+        """Length of the int32 buffer that `unpack` cuts."""
+        per_row = 3 + self.max_blocks + _NUM_FLOATS + self.num_arguments + _NUM_INTS + 3
+        size = 3 * bucket.num_tokens + bucket.num_rows * per_row + 1
+        if self.kernels is not None and self.kernels.tiling is not None:
+            size += plan_sizes(self.kernels.tiling, **bucket._asdict()).num_ints
+        return size
+
+    def _cut_plan(self, cut: _Cursor, bucket: Bucket) -> AttentionPlan | None:
+        if self.kernels is None:
+            return None
+        if self.kernels.tiling is None:
+            return AttentionPlan(self.kernels)
+        sizes = plan_sizes(self.kernels.tiling, **bucket._asdict())
+        return AttentionPlan(self.kernels, cut_arrays(cut.ints(sizes.num_ints), sizes))
 
 
 class StateLine(NamedTuple):
@@ -296,24 +302,23 @@ class StepInputsBuilder:
     def __init__(
         self,
         *,
+        layout: StepLayout,
         buckets: BucketTable,
         block_size: int,
         max_num_seqs: int,
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
-        kernels: Kernels | None = None,
     ):
         """Prepares one line of sampling parameters per block-table row."""
         self.buckets = buckets
         self.block_size = block_size
         self.state_lines: list[StateLine] = []
         self._vocab_size = vocab_size
-        self._kernels = kernels
+        self._layout = layout
         self._processors = tuple(processors)
-        self._num_arguments = sum(processor.num_arguments for processor in processors)
         self._buffers: dict[Bucket, list[tuple[np.ndarray, StepInputs]]] = {}
         self._owners: list[Request | None] = [None] * max_num_seqs
-        self._floats = np.zeros((_NUM_FLOATS + self._num_arguments, max_num_seqs), np.float32)
+        self._floats = np.zeros((_NUM_FLOATS + layout.num_arguments, max_num_seqs), np.float32)
         self._ints = np.zeros((_NUM_INTS, max_num_seqs), np.int32)
         # By row, the biases of its owner that may change from one token to the next.
         self._biases: dict[int, BiasLine] = {}
@@ -357,7 +362,7 @@ class StepInputsBuilder:
                 for token_id in request.token_ids[start : start + count]
             ]
         bucket = self.buckets.find(num_tokens, num_rows)
-        buffer, inputs = self._take_buffer(bucket, block_tables.shape[1])
+        buffer, inputs = self._take_buffer(bucket)
         attention, sampling = inputs.attention, inputs.sampling
 
         inputs.token_ids[:num_tokens] = token_ids
@@ -398,7 +403,7 @@ class StepInputsBuilder:
         """Has every request claim its row again when it is next built."""
         self._owners = [None] * len(self._owners)
 
-    def _take_buffer(self, bucket: Bucket, max_blocks: int) -> tuple[np.ndarray, StepInputs]:
+    def _take_buffer(self, bucket: Bucket) -> tuple[np.ndarray, StepInputs]:
         """A zeroed buffer of a bucket and its views.
 
         There are two, taken in turn: a fresh one costs more than filling it, in page faults; and
@@ -406,9 +411,8 @@ class StepInputsBuilder:
         """
         buffers = self._buffers.setdefault(bucket, [])
         if len(buffers) < 2:
-            layout = (bucket, max_blocks, self._num_arguments, self._kernels)
-            buffer = np.zeros(buffer_size(*layout), np.int32)
-            buffers.append((buffer, unpack(buffer, *layout)))
+            buffer = np.zeros(self._layout.buffer_size(bucket), np.int32)
+            buffers.append((buffer, self._layout.unpack(buffer, bucket)))
         else:
             buffers.reverse()
             buffers[-1][0].fill(0)

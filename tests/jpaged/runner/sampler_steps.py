@@ -5,9 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from jpaged.request import Request, ScheduledRequest
-from jpaged.runner import step_inputs
 from jpaged.runner.sampling_state import SamplingState
-from jpaged.runner.step_inputs import Bucket, BucketTable, SamplingInputs, StepInputsBuilder
+from jpaged.runner.step_inputs import (
+    Bucket,
+    BucketTable,
+    SamplingInputs,
+    StepInputsBuilder,
+    StepLayout,
+)
 from jpaged.sampling_params import SamplingParams
 from tests.jpaged.runner.sampling_oracle import Row
 
@@ -51,7 +56,9 @@ class Steps:
 
     def __init__(self, *, num_rows: int, num_lines: int, vocab_size: int):
         self.bucket = Bucket(num_rows, num_rows)
+        self.layout = StepLayout(max_blocks=1)
         self.builder = StepInputsBuilder(
+            layout=self.layout,
             buckets=BucketTable(
                 max_num_seqs=num_lines, max_num_batched_tokens=num_lines, decode_rows=(num_rows,)
             ),
@@ -76,4 +83,4 @@ class Steps:
         for name, line, values in self.builder.state_lines:
             getattr(self.state, name)[line] = values
         self.builder.state_lines.clear()
-        return step_inputs.unpack(buffer.copy(), bucket, 1).sampling
+        return self.layout.unpack(buffer.copy(), bucket).sampling

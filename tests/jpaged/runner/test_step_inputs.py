@@ -11,13 +11,13 @@ from jpaged.runner.step_inputs import (
     BucketTable,
     RowFlag,
     StepInputsBuilder,
-    buffer_size,
-    unpack,
+    StepLayout,
 )
 from jpaged.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 MAX_BLOCKS = 6
+LAYOUT = StepLayout(MAX_BLOCKS)
 VOCAB_SIZE = 400
 
 
@@ -107,15 +107,15 @@ class Step:
 
     def build(self):
         bucket, buffer = self.builder.build(self.scheduled, self.block_tables)
-        assert buffer.dtype == np.int32 and buffer.shape == (buffer_size(bucket, MAX_BLOCKS),)
-        return bucket, buffer, unpack(buffer, bucket, MAX_BLOCKS)
+        assert buffer.dtype == np.int32 and buffer.shape == (LAYOUT.buffer_size(bucket),)
+        return bucket, buffer, LAYOUT.unpack(buffer, bucket)
 
 
 @pytest.fixture
 def builder() -> StepInputsBuilder:
     buckets = table(4, 16, decode_rows=(2,), mixed_tokens=(8,))
     return StepInputsBuilder(
-        buckets=buckets, block_size=BLOCK_SIZE, max_num_seqs=4, vocab_size=VOCAB_SIZE
+        layout=LAYOUT, buckets=buckets, block_size=BLOCK_SIZE, max_num_seqs=4, vocab_size=VOCAB_SIZE
     )
 
 
@@ -168,7 +168,7 @@ def test_device_cuts_the_same_arrays_off_the_buffer_as_the_host(builder):
     step.add(0, [7] * 6, 2, 4, temperature=0.7, top_p=0.9, top_k=5, seed=2**63 + 5, logprobs=0)
     step.add(1, [8] * 3, 0, 3, temperature=1e-45)
     bucket, buffer, on_host = step.build()
-    on_device = jax.jit(unpack, static_argnums=(1, 2))(buffer, bucket, MAX_BLOCKS)
+    on_device = jax.jit(LAYOUT.unpack, static_argnums=1)(buffer, bucket)
     host_leaves, host_tree = jax.tree.flatten(on_host)
     device_leaves, device_tree = jax.tree.flatten(on_device)
     assert host_tree == device_tree
@@ -207,7 +207,7 @@ def test_recycled_row_takes_the_sampling_parameters_of_its_new_owner(builder):
     assert sampling.flags[0] == 0
     # The first owner may come back to the same row after a preemption.
     sampling = builder.build(first.scheduled, first.block_tables)
-    sampling = unpack(sampling[1], sampling[0], MAX_BLOCKS).sampling
+    sampling = LAYOUT.unpack(sampling[1], sampling[0]).sampling
     assert sampling.temperature[0] == np.float32(0.5) and sampling.top_k[0] == 7
 
 
