@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels.paged_attention import (
     AttentionInputs,
     AttentionPlan,
-    Kernels,
     kv_cache_layer_shape,
     paged_attention,
 )
-from pallas_kernels.paged_attention.choice import BACKENDS, Shape, make_tiling
+from pallas_kernels.paged_attention.choice import Shape, choose
 from pallas_kernels.paged_attention.plan import cut_arrays, plan_sizes
 from pallas_kernels.paged_attention.shapes import SHAPES as MODEL_SHAPES
-from scripts.aot_dump import FLAGS, read_kernels
+from scripts.aot_dump import FLAGS, MOSAIC_DUMPS, read_kernels
 from scripts.aot_step import CONFIG, PRODUCTS, StepReport, compile_steps, print_steps
 from scripts.aot_targets import KIB, TARGETS, make_mesh
 
@@ -55,6 +54,7 @@ class Report:
         target: GPU.
         shape: Model.
         block_size: Tokens per block of the cache.
+        backend: Of the attention.
         program: "decode" (64 requests) or "mixed" (2,048 tokens).
         kernel: Its name.
         registers: Per thread.
@@ -69,6 +69,7 @@ class Report:
     target: str
     shape: str
     block_size: int
+    backend: str
     program: str
     kernel: str
     registers: int
@@ -81,21 +82,33 @@ class Report:
 
     def problems(self) -> list[str]:
         """Why this must not be; empty if it is fine."""
-        name = f"{self.kernel} for {self.shape} on {self.target}, blocks of {self.block_size}"
+        name = f"{self.backend} {self.kernel} for {self.shape} on {self.target}"
+        name += f", blocks of {self.block_size}"
         if "decode" not in self.kernel:
             return []
         if self.spill_bytes:
             return [f"{name} spills {self.spill_bytes} bytes"]
-        head_dim = MODEL_SHAPES[self.shape].head_dim
-        if head_dim <= 128 and self.blocks_per_sm < MIN_DECODE_BLOCKS:
+        # Decode by wgmma, which is not the default, fills an SM with one.
+        is_small = MODEL_SHAPES[self.shape].head_dim <= 128 and "wgmma" not in self.products
+        if is_small and self.blocks_per_sm < MIN_DECODE_BLOCKS:
             return [f"{name}: {self.blocks_per_sm} thread blocks per SM"]
         return []
 
 
 def compile_kernels(
-    name: str, dump: Path, *, shapes: list[str], block_sizes: list[int], programs: list[str]
+    name: str,
+    dump: Path,
+    *,
+    shapes: list[str],
+    block_sizes: list[int],
+    programs: list[str],
+    backend: str,
+    decode_rows: int,
 ) -> list[Report]:
-    """Compiles attention alone for one target, in this process, whose XLA dumps into a folder."""
+    """Compiles attention alone for one target, in this process, whose XLA dumps into a folder.
+
+    What the backend cannot take is left out, with a line that says why.
+    """
     target = TARGETS[name]
     mesh = make_mesh(name)
     sharding = NamedSharding(mesh, PartitionSpec())
@@ -109,11 +122,15 @@ def compile_kernels(
         for block_size in block_sizes:
             for program in programs:
                 num_tokens = PROGRAMS[program]
-                tiling = make_tiling(
-                    Shape(*model[:3], block_size, "bfloat16"),
-                    num_sms=target.num_sms,
-                    capability=target.capability,
-                )
+                shape = Shape(*model[:3], block_size, "bfloat16")
+                try:
+                    kernels, _ = choose(shape, mesh.devices.flat[0], backend=backend)
+                except ValueError as error:
+                    print(f"left out: {shape_name} on {name}: {error}", file=sys.stderr)
+                    continue
+                assert kernels is not None and kernels.tiling is not None
+                tiling = replace(kernels.tiling, decode_rows=decode_rows)
+                kernels = replace(kernels, tiling=tiling)
                 sizes = plan_sizes(tiling, num_tokens=num_tokens, num_rows=NUM_ROWS)
                 arrays = cut_arrays(np.zeros(sizes.num_ints, np.int32), sizes)
                 num_blocks = MAX_CONTEXT // block_size
@@ -124,7 +141,7 @@ def compile_kernels(
                     seq_lens=abstract((NUM_ROWS,)),
                     block_tables=abstract((NUM_ROWS, num_blocks)),
                     plan=AttentionPlan(
-                        Kernels("triton", tiling),
+                        kernels,
                         jax.tree.map(lambda array: abstract(array.shape), arrays),
                     ),
                 )
@@ -160,6 +177,7 @@ def compile_kernels(
                             target=name,
                             shape=shape_name,
                             block_size=block_size,
+                            backend=backend,
                             program=program,
                             compile_s=round(seconds, 1),
                             **kernel,
@@ -171,12 +189,12 @@ def compile_kernels(
 def print_kernels(reports: list[Report]) -> None:
     """As Markdown."""
     print(
-        "| target | shape | block | program | kernel | registers | spills | shared memory | "
-        "blocks/SM | products | compile |\n" + "|---" * 11 + "|"
+        "| target | shape | block | backend | program | kernel | registers | spills | "
+        "shared memory | blocks/SM | products | compile |\n" + "|---" * 12 + "|"
     )
     for r in reports:
         print(
-            f"| {r.target} | {r.shape} | {r.block_size} | {r.program} | {r.kernel} | "
+            f"| {r.target} | {r.shape} | {r.block_size} | {r.backend} | {r.program} | {r.kernel} | "
             f"{r.registers} | {r.spill_bytes} B | {r.smem / KIB:.0f} KiB | {r.blocks_per_sm} | "
             f"{r.products} | {r.compile_s} s |"
         )
@@ -188,13 +206,14 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="GPU")
     add("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="PROGRAM")
+    add("--backend", choices=("triton", "mosaic"), default="triton", help="of the attention")
     add("--json", type=Path, help="also write the reports here")
     kernels = parser.add_argument_group("kernels alone").add_argument
     kernels("--shapes", nargs="+", choices=MODEL_SHAPES, default=SHAPES, metavar="SHAPE")
     kernels("--block-sizes", nargs="+", type=int, default=[16])
+    kernels("--decode-rows", type=int, default=16, help="of a decode item; 64: mosaic by wgmma")
     steps = parser.add_argument_group("whole steps").add_argument
     steps("--steps", action="store_true", help="compile these instead of kernels alone")
-    steps("--backend", choices=BACKENDS, default="triton", help="of the attention")
     steps("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), metavar="KIND")
     steps("--layers", type=int, default=CONFIG.num_layers, help="of the model")
     add("--dump", type=Path, help=argparse.SUPPRESS)  # of a process that compiles
@@ -218,6 +237,8 @@ def compile_here(args: argparse.Namespace) -> list[Report] | list[StepReport]:
         shapes=args.shapes,
         block_sizes=args.block_sizes,
         programs=args.programs,
+        backend=args.backend,
+        decode_rows=args.decode_rows,
     )
 
 
@@ -232,10 +253,14 @@ def compile_apart(target: str, products: str) -> list[dict[str, Any]] | None:
         command = [sys.executable, "-m", "scripts.aot_check", *sys.argv[1:], "--targets", target]
         command += ["--products", products, "--json", result, "--dump", dump]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+        environment |= dict.fromkeys(MOSAIC_DUMPS, "1") | {"MOSAIC_GPU_DUMP_TO": str(dump)}
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment)
         if done.returncode != 0 or not result.exists():
             sys.stderr.write(done.stderr[-4000:])
             return None
+        for line in done.stderr.splitlines():
+            if line.startswith("left out: "):
+                print(line, file=sys.stderr)
         return json.loads(result.read_text())
 
 

@@ -13,6 +13,11 @@ from scripts.aot_targets import KIB, Target
 FLAGS = "--xla_dump_to={folder} --xla_dump_emitter_re=ptx"
 """What XLA must be told so that it dumps what is read here."""
 
+MOSAIC_DUMPS = ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
+"""Variables that Mosaic must find set to 1, and MOSAIC_GPU_DUMP_TO to the folder."""
+
+_MOSAIC = "_mosaic_gpu_kernel"  # how the names of its kernels end
+
 _THUNK = re.compile(r"^( *)(\d+): (k\w+) +\[")
 _INSTRUCTION = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
 _BRANCH = re.compile(r"(\w*branch\w*|condition|body):\s*$")
@@ -126,8 +131,12 @@ def read_kernels(files: set[Path], target: Target) -> list[dict[str, Any]]:
         entry = re.search(r"\.entry (paged_attention_\w+)", ptx)
         if entry is None:
             continue
-        name = entry.group(1)
-        registers, spills = assemble(file, ptx)
+        name = entry.group(1).removesuffix(_MOSAIC)
+        if entry.group(1).endswith(_MOSAIC):  # XLA knows it only as a call
+            launches[name] = _read_mosaic_launch(file, ptx)
+            registers, spills = _read_ptxas(file.with_suffix(".ptxas").read_text())
+        else:
+            registers, spills = assemble(file, ptx)
         threads, smem = launches[name]
         fits = [
             65536 // (-(-registers // 8) * 8 * threads),
@@ -136,7 +145,7 @@ def read_kernels(files: set[Path], target: Target) -> list[dict[str, Any]]:
             32,
         ]
         counts = {
-            word: len(re.findall(rf"^\s*(?:@\S+ )?{re.escape(word)}", ptx, re.M))
+            word: len(re.findall(rf"(?<![\w.]){re.escape(word)}\b", ptx))
             for word in ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
         }
         products = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
@@ -160,6 +169,14 @@ def read_kernels(files: set[Path], target: Target) -> list[dict[str, Any]]:
     return kernels
 
 
+def _read_mosaic_launch(file: Path, ptx: str) -> tuple[int, int]:
+    """Threads and shared memory of a kernel that Mosaic dumped."""
+    threads = re.search(r"^\.maxntid (\d+), 1, 1", ptx, re.M)
+    smem = re.search(r"smem_scratch_bytes=(\d+)", file.with_suffix(".resources.txt").read_text())
+    assert threads is not None and smem is not None
+    return int(threads.group(1)), int(smem.group(1))
+
+
 def assemble(file: Path, ptx: str) -> tuple[int, int]:
     """Registers per thread and spilled bytes, by ptxas."""
     import nvidia  # a namespace of wheels
@@ -173,6 +190,11 @@ def assemble(file: Path, ptx: str) -> tuple[int, int]:
         text=True,
         check=True,
     )
-    registers = re.findall(r"Used (\d+) registers", done.stderr)
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    return _read_ptxas(done.stderr)
+
+
+def _read_ptxas(said: str) -> tuple[int, int]:
+    """Registers per thread and spilled bytes, out of what ptxas said."""
+    registers = re.findall(r"Used (\d+) registers", said)
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     return max(map(int, registers)), sum(int(a) + int(b) for a, b in spills)

@@ -131,6 +131,8 @@ class StepReport:
             )
         if self.attention_outside:
             found.append(f"{name}: {self.attention_outside} attention kernels in no CUDA graph")
+        if self.outside:
+            found.append(f"{name}: {sum(self.outside.values())} other thunks are in no CUDA graph")
         if self.products == "cublaslt" and self.moved_bytes > MAX_BYTES_RATIO * self.ideal_bytes:
             found.append(f"{name}: moves {self.moved_bytes} bytes; {self.ideal_bytes} are needed")
         if self.spill_bytes > 0:
@@ -163,6 +165,7 @@ def compile_steps(
         dtype=jnp.bfloat16,
         max_logprobs=20,
         kernels=kernels,
+        platform="gpu",
     )
     reports = []
     for program in programs:
@@ -177,9 +180,8 @@ def compile_steps(
         compiled = runner.program(bucket)
         memory = compiled.memory_analysis()
         hlo = Program(compiled.as_text())
-        # Of hand-written kernels only Triton's are in XLA's dump.
         spills = -1
-        if kernels is not None and kernels.backend == "triton":
+        if kernels is not None and kernels.tiling is not None:
             found = read_kernels(files, TARGETS[name])
             (spills,) = (k["spill_bytes"] for k in found if k["kernel"] == "decode")
         donated = [*hlo.parameters("kv_cache"), *hlo.parameters("counts")]

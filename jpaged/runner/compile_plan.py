@@ -90,12 +90,31 @@ class CompilationCounter:
         self.count += event == _COMPILE_EVENT
 
 
+def compiler_options(platform: str) -> dict[str, str]:
+    """What XLA is told beside the user's XLA_FLAGS, whose word on the same thing counts.
+
+    On a GPU, loops may be part of a CUDA graph. Sampling has some behind conditions; without this
+    its kernels stay outside, and the host waits for the GPU before each condition
+    (`scripts/aot --steps`).
+    """
+    flag = "xla_gpu_enable_command_buffer"
+    if platform != "gpu" or flag in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    kinds = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "CONDITIONAL", "WHILE")
+    return {flag: ",".join((*kinds, "DYNAMIC_SLICE_FUSION"))}
+
+
 class CompilePlan:
     """The programs of one model runner, by name."""
 
-    def __init__(self, programs: Mapping[Any, Callable[[], jax.stages.Lowered]]):
-        """Takes what lowers each program; nothing is lowered yet."""
+    def __init__(
+        self,
+        programs: Mapping[Any, Callable[[], jax.stages.Lowered]],
+        options: Mapping[str, str] | None = None,
+    ):
+        """Takes what lowers each program, and the compiler's options; nothing is lowered yet."""
         self._lower = dict(programs)
+        self._options = dict(options or {})
         self._compiling: dict[Any, Future[jax.stages.Compiled]] = {}
         self._compiled: dict[Any, jax.stages.Compiled] = {}
 
@@ -107,7 +126,8 @@ class CompilePlan:
         try:
             # Lowering holds Python's lock; it is done here while earlier programs compile.
             for name in names:
-                self._compiling[name] = pool.submit(self._lower[name]().compile)
+                lowered = self._lower[name]()
+                self._compiling[name] = pool.submit(lowered.compile, self._options)
         finally:
             pool.shutdown(wait=False)
 

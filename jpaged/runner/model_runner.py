@@ -23,7 +23,7 @@ from jpaged.config import ModelConfig
 from jpaged.request import ScheduledRequest, TokenLogprobs
 from jpaged.runner import kv_cache as kv
 from jpaged.runner import sampling_state
-from jpaged.runner.compile_plan import CompilePlan
+from jpaged.runner.compile_plan import CompilePlan, compiler_options
 from jpaged.runner.huge_pages import use_huge_pages
 from jpaged.runner.logits_processor import LogitsProcessor
 from jpaged.runner.sampler import Logprobs, find_logprobs, hide_unknown, sample
@@ -105,6 +105,7 @@ class ModelRunner:
         logprobs_mode: str = "raw_logprobs",
         processors: Sequence[LogitsProcessor] = (),
         kernels: Kernels | None = None,
+        platform: str = "cpu",
     ):
         """Splits the model and plans its programs; allocates and compiles nothing.
 
@@ -121,6 +122,7 @@ class ModelRunner:
             logprobs_mode: As `EngineConfig.logprobs_mode`.
             processors: Traced into every step.
             kernels: That attend; `None`: the platform's own code.
+            platform: Of the device, as JAX names it.
         """
         self._graphdef, state = nnx.split(model)
         leaves, self._treedef = jax.tree.flatten(state)
@@ -138,6 +140,7 @@ class ModelRunner:
         if max_logprobs >= 0:
             self._num_alternatives = min(max_logprobs, self.num_tokens_known)
         self._logprobs_mode = logprobs_mode
+        self._platform = platform
         self._processors = tuple(processors)
         num_arguments = sum(processor.num_arguments for processor in processors)
         self._layout = StepLayout(max_blocks, num_arguments, kernels)
@@ -191,7 +194,8 @@ class ModelRunner:
             | {_COPY: lower_copy}
             | {name: partial(lower_set_line, getattr(state, name)) for name in state._fields}
             | {("pick", *pick): partial(lower_pick, *pick) for pick in picks}
-            | {("score", size): partial(lower_score, size) for size in {size for _, size in picks}}
+            | {("score", size): partial(lower_score, size) for size in {size for _, size in picks}},
+            compiler_options(self._platform),
         )
 
     def start_compiling(self, buckets: Iterable[Bucket]) -> None:

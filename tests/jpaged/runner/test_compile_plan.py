@@ -4,7 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpaged.runner.compile_plan import CompilationCounter, CompilePlan, enable_persistent_cache
+from jpaged.runner.compile_plan import (
+    CompilationCounter,
+    CompilePlan,
+    compiler_options,
+    enable_persistent_cache,
+)
 
 
 def lower(size: int):
@@ -110,3 +115,12 @@ def test_cache_that_the_process_chose_stays():
     before = jax.config.jax_compilation_cache_dir
     assert before and str(enable_persistent_cache()) == before
     assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_loops_may_be_in_cuda_graphs_unless_the_user_says_which_things_may(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert compiler_options("cpu") == {}
+    kinds = compiler_options("gpu")["xla_gpu_enable_command_buffer"].split(",")
+    assert {"WHILE", "CONDITIONAL", "FUSION", "CUSTOM_CALL"} <= set(kinds)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
+    assert compiler_options("gpu") == {}
