@@ -87,6 +87,7 @@ def test_prompt_chunks_attend_beside_decode_rows(shape):
     assert_attends(plan([(70, 200), (1, 100), (3, 3)], num_tokens=80, shape=shape))
 
 
+@pytest.mark.one_jax
 def test_one_warpgroup_attends_to_a_prompt():
     assert_attends(plan([(30, 130)], shape=ModelShape(4, 1, 256), tiling={"tile_rows": 64}))
 
@@ -98,6 +99,7 @@ def test_split_rows_are_merged(shape):
     assert_attends(batch)
 
 
+@pytest.mark.one_jax
 def test_rows_that_share_a_prefix_are_answered_as_if_alone():
     shape = TINY._replace(has_sinks=True)
     rows = [(1, 1041), (1, 1100), (1, 1060), (1, 1048)]
@@ -106,6 +108,7 @@ def test_rows_that_share_a_prefix_are_answered_as_if_alone():
     assert_attends(batch)
 
 
+@pytest.mark.one_jax
 def test_windows_that_the_plan_does_not_know_are_kept():
     """Layers of one model may differ: the plan is made without windows, the kernel clips."""
     rows = [(1, 1041), (1, 1100), (1, 1060), (1, 1048)]
@@ -118,6 +121,7 @@ def test_windows_that_the_plan_does_not_know_are_kept():
     assert_attends(windowed._replace(inputs=inputs))
 
 
+@pytest.mark.one_jax
 def test_triton_may_take_the_prefill():
     batch = plan([(40, 100), (1, 30)], num_tokens=48)
     kernels = batch.inputs.plan.kernels
@@ -125,6 +129,7 @@ def test_triton_may_take_the_prefill():
     assert_attends(batch._replace(inputs=batch.inputs._replace(plan=mixed)))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("shape", [TINY, WIDE], ids=str)
 def test_log_sum_exp_is_returned_on_request(shape):
     rows = [(20, 90), (1, 700), (1, 5)]

@@ -6,6 +6,7 @@ blocks. Whatever a request must not read is NaN: block 0, free blocks, and slots
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 every_program = pytest.mark.parametrize("program", BATCHES)
 
 
-def implementations_of_shapes() -> list[tuple[str, str, str]]:
+def implementations_of_shapes() -> list[Any]:
     """(implementation, shape, dtype); groups of 2, 5 and 8 are a matter of GPU kernels only."""
     cases = []
     for name, shape in SHAPES.items():
@@ -95,9 +96,10 @@ def implementations_of_shapes() -> list[tuple[str, str, str]]:
                 continue
             if implementation == "cpu" and shape != ModelShape(*shape[:3]):
                 continue  # the compiled CPU kernel is for plain attention; XLA's takes the rest
-            cases.append((implementation, name, "float32"))
+            marks = [] if name in ("smollm2-135m", "gpt-oss-20b") else [pytest.mark.one_jax]
+            cases.append(pytest.param(implementation, name, "float32", marks=marks))
             if name in ("smollm2-135m", "phi-2", "llama-3.1-8b"):
-                cases.append((implementation, name, "bfloat16"))
+                cases.append(pytest.param(implementation, name, "bfloat16", marks=marks))
     return cases
 
 

@@ -31,7 +31,7 @@ def test_each_program_is_compiled_once_and_only_when_asked_for():
 
 def test_programs_that_were_started_are_done_when_any_others_are():
     class Slow:
-        def compile(self):
+        def compile(self, compiler_options=None):
             time.sleep(0.2)
             return lower(7).compile()
 
