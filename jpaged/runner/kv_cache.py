@@ -49,3 +49,23 @@ def copy_blocks(
         return layer.at[destinations].set(blocks, mode="promise_in_bounds")
 
     return tuple(copy(layer) for layer in kv_cache)
+
+
+def swap_out(kv_cache: KVCache, block_ids: Int[Array, " C"]) -> Float[Array, "C L K 2 S H"]:
+    """Copies of whole blocks, each in one dense piece of all layers; id 0 is padding.
+
+    Compiled with `out_shardings` of the memory kind "pinned_host", the result goes to the host in
+    one transfer: pieces of a block and layer each would be too small for the bus.
+    """
+    blocks = [layer.at[block_ids].get(mode="promise_in_bounds") for layer in kv_cache]
+    return jnp.stack(blocks, axis=1)
+
+
+def swap_in(
+    kv_cache: KVCache, block_ids: Int[Array, " C"], blocks: Float[Array, "C L K 2 S H"]
+) -> KVCache:
+    """Writes what `swap_out` has copied to other blocks; in place when the cache is donated."""
+    return tuple(
+        layer.at[block_ids].set(blocks[:, index], mode="promise_in_bounds")
+        for index, layer in enumerate(kv_cache)
+    )
