@@ -1,7 +1,7 @@
 """Checks and times the attention kernels on the GPU that is there, within a few minutes.
 
-    python -m scripts.gpu_check --json report.json          # on one GPU, made for an H200
-    JAX_NUM_CPU_DEVICES=4 python -m scripts.gpu_check --rehearse      # the same code on a CPU
+    python scripts/gpu_check.py --json report.json      # on one GPU, made for an H200
+    python scripts/gpu_check.py --rehearse              # the same code on a CPU
 
 One process watches, another works. The worker compiles in threads, then runs one check after the
 other and tells what it finds, a line of JSON each; if a kernel kills it or never ends, the watcher
@@ -34,6 +34,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
@@ -45,8 +46,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+for name in ("scripts", "tests"):  # folders that an installed package of that name would hide
+    sys.modules.setdefault(name, types.ModuleType(name)).__path__ = [str(ROOT / name)]
+
+# ruff: noqa: E402
 from pallas_kernels.paged_attention import AttentionInputs, AttentionPlan, Kernels, paged_attention
-from pallas_kernels.paged_attention.plan import Tiling, cut_arrays, fill_plan, plan_sizes
+from pallas_kernels.paged_attention.choice import Shape, make_tiling, why_no_mosaic_prefill
+from pallas_kernels.paged_attention.plan import cut_arrays, fill_plan, plan_sizes
 from pallas_kernels.paged_attention.shapes import SHAPES, ModelShape
 from tests.pallas_kernels.attention_batches import Batch, make_batch, with_plan
 
@@ -197,6 +205,8 @@ class Bench:
         self.folder = folder
         self.device: Any = jax.devices()[0]
         self.num_sms = 2 if is_rehearsal else self.device.core_count
+        version = "9.0" if is_rehearsal else str(self.device.compute_capability)
+        self.capability = (int(version.split(".")[0]), int(version.split(".")[1]))
         self.bandwidth = float("nan")  # bytes per second
         self._lock = threading.Lock()
 
@@ -242,6 +252,24 @@ def ints(*shape: int) -> Any:
 def numbers(shape: Sequence[int], dtype: Any = jnp.bfloat16) -> Any:
     """Of an argument."""
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def make_kernels(
+    bench: Bench,
+    variant: Variant,
+    model: ModelShape,
+    block_size: int,
+    dtype: str = "bfloat16",
+    **options: Any,
+) -> Kernels:
+    """As the engine would choose them, but for the variant; `options` are fields of `Tiling`."""
+    shape = Shape(*model[:3], block_size, dtype)
+    tiling = make_tiling(shape, num_sms=bench.num_sms, capability=bench.capability, **options)
+    tiling = replace(tiling, decode_rows=variant.decode_rows)
+    prefill = variant.prefill_backend
+    if variant.backend == "mosaic" and why_no_mosaic_prefill(shape, bench.capability):
+        prefill = "triton"
+    return Kernels(variant.backend, tiling, bench.is_rehearsal, prefill)
 
 
 # --- 1. Facts
@@ -354,23 +382,23 @@ def plan(bench: Bench, case: Case, variant: str, **tiling: Any) -> Batch:
     options.setdefault("num_rows", len(case.rows))
     longest = max(length for _, length in case.rows)
     batch = make_batch(case.rows, max_context=longest + 128, **options)
-    backend, decode_rows, prefill_backend = VARIANTS[variant]
-    is_wide = shape.head_dim > 128
-    batch = with_plan(
-        batch,
-        backend,
-        num_sms=bench.num_sms,
-        interpret=bench.is_rehearsal,
-        decode_rows=decode_rows,
-        tile_rows=64 if is_wide else 128,
+    kernels = make_kernels(
+        bench,
+        VARIANTS[variant],
+        shape,
+        options.get("block_size", 16),
+        options["dtype"],
         **case.tiling | tiling,
     )
+    assert kernels.tiling is not None
+    fields = asdict(kernels.tiling)
+    for name in ("num_kv_heads", "group", "block_size"):
+        del fields[name]  # `with_plan` knows them
+    batch = with_plan(batch, kernels.backend, interpret=kernels.interpret, **fields)
     planned = batch.inputs.plan
     assert planned is not None
-    if backend == "mosaic" and is_wide:
-        prefill_backend = "triton"
-    kernels = replace(planned.kernels, prefill_backend=prefill_backend)
-    return batch._replace(inputs=batch.inputs._replace(plan=replace(planned, kernels=kernels)))
+    inputs = batch.inputs._replace(plan=replace(planned, kernels=kernels))
+    return batch._replace(inputs=inputs)
 
 
 def compile_batch(bench: Bench, batch: Batch, log_sum_exp: bool = False) -> jax.stages.Compiled:
@@ -502,28 +530,6 @@ TIMED = {
 }
 
 
-def make_kernels(
-    bench: Bench, variant: Variant, shape: ModelShape, block_size: int, *, shares: bool = False
-) -> Kernels:
-    """As the engine would choose them, but for the variant.
-
-    Without sharing there is no prefill kernel in a decode program, which would have no work: its
-    launch, some microseconds, is part of the times of the whole step and of shared prefixes.
-    """
-    is_wide = shape.head_dim > 128
-    tiling = Tiling(
-        num_kv_heads=shape.num_kv_heads,
-        group=shape.group,
-        block_size=block_size,
-        num_sms=bench.num_sms,
-        decode_rows=variant.decode_rows,
-        tile_rows=64 if is_wide else 128,
-        share_prefixes=shares,
-    )
-    prefill = "triton" if is_wide else variant.prefill_backend
-    return Kernels(variant.backend, tiling, bench.is_rehearsal, prefill)
-
-
 def make_inputs(
     kernels: Kernels, counts: Sequence[int], lengths: Sequence[int], tables: np.ndarray
 ) -> Any:
@@ -545,7 +551,9 @@ def compile_decode(
     bench: Bench, variant: str, shape: ModelShape, num_rows: int, block_size: int, shares: bool
 ) -> tuple[Kernels, jax.stages.Compiled]:
     """Some layers of decoding; `program(tables, q, pools, inputs)`."""
-    kernels = make_kernels(bench, VARIANTS[variant], shape, block_size, shares=shares)
+    # Without sharing there is no prefill kernel in the program, which would have no work: its
+    # launch, some microseconds, is part of the times of the whole step and of shared prefixes.
+    kernels = make_kernels(bench, VARIANTS[variant], shape, block_size, share_prefixes=shares)
     tables = np.zeros((num_rows, bench.sizes.max_context // block_size), np.int32)
     inputs = make_inputs(kernels, [1] * num_rows, [1] * num_rows, tables)
 
@@ -680,7 +688,7 @@ def check_prefill(bench: Bench, backend: str, num_tokens: int) -> Check:
     """Times one causal prompt in float16, which is what the peer takes."""
     shape = TINY if bench.is_rehearsal else SHAPES["llama-3.1-8b"]
     block_size, dtype = 64, jnp.float16
-    kernels = make_kernels(bench, VARIANTS[PREFILLS[backend]], shape, block_size)
+    kernels = make_kernels(bench, VARIANTS[PREFILLS[backend]], shape, block_size, "float16")
     num_blocks = num_tokens // block_size
     table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)[None]
     inputs = make_inputs(kernels, [num_tokens], [num_tokens], table)
@@ -852,7 +860,7 @@ def make_runner(bench: Bench, backend: str) -> tuple[Any, int]:
     from jpaged.models.registry import find_family
     from jpaged.runner.model_runner import ModelRunner
     from jpaged.runner.step_inputs import BucketTable
-    from pallas_kernels.paged_attention.choice import Shape, choose
+    from pallas_kernels.paged_attention.choice import choose
     from scripts.aot_step import BLOCK_SIZE, CONFIG, CONTEXT, MAX_MODEL_LEN, NUM_ROWS
 
     config, num_rows, context, max_len = CONFIG, NUM_ROWS, CONTEXT, MAX_MODEL_LEN
@@ -1248,7 +1256,7 @@ def _await(compiler: Compiler, events: Events, args: argparse.Namespace) -> None
 # --- The watcher ----------------------------------------------------------------------------------
 
 MAX_WORKERS = 6
-PATIENCE_S = 100  # of silence; the slowest compilation takes half a minute
+PATIENCE_S = 120  # of silence; the slowest compilation takes half a minute
 
 
 class Watcher:
@@ -1288,7 +1296,7 @@ class Watcher:
 
     def _run_worker(self, *, is_first: bool) -> str:
         """Why the worker did not end well; empty if it did."""
-        command = [sys.executable, "-m", "scripts.gpu_check", "--worker", str(self.folder)]
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(self.folder)]
         command += ["--until", str(self.until), "--budget-s", str(self.args.budget_s)]
         command += ["--rehearse"] * self.args.rehearse + ["--serial"] * (not is_first)
         command += ["--skip", *self.rows]

@@ -18,10 +18,8 @@ from tests.conftest import ROOT
 
 
 def run_script(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scripts.gpu_check", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment
-    )
+    command = [sys.executable, ROOT / "scripts" / "gpu_check.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
 @pytest.mark.slow
