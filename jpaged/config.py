@@ -156,8 +156,8 @@ class EngineConfig:
         dtype: "auto" (float32 on CPU, the checkpoint's 16-bit type or bfloat16 on GPU),
             "float32" or "bfloat16".
         attention_backend: "auto" (by a table of measurements, for the GPU at hand; on CPU the
-            CPU's own kernel), or one of "xla" and "triton". GPU kernels that are asked for on a
-            CPU are interpreted, which is slow and for tests.
+            CPU's own kernel), or one of "xla", "triton" and "mosaic". GPU kernels that are asked
+            for on a CPU are interpreted, which is slow and for tests.
         max_logprobs: Alternatives whose log-probabilities a request may ask for, at most; -1: the
             whole vocabulary, which every step then has room for.
         logprobs_mode: What is reported: "raw_logprobs" or "raw_logits" of the model's own

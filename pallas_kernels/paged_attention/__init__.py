@@ -113,6 +113,8 @@ def paged_attention(
             f"q has {q.shape[1]} heads; it must be a multiple of the cache's "
             f"{kv_cache_layer.shape[1]} KV heads"
         )
+    if window is not None and window >= inputs.block_tables.shape[1] * kv_cache_layer.shape[3]:
+        window = None  # no request is longer
     options: dict[str, Any] = {
         "scale": scale, "window": window, "softcap": softcap, "sinks": sinks
     }  # fmt: skip

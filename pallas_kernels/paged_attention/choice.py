@@ -1,6 +1,7 @@
 """Which kernels run: one table per chip and shape family, with the measurement of each entry."""
 
 import os
+import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -94,6 +95,11 @@ def choose(
             f"attention_backend is {backend!r}; it must be one of {', '.join(BACKENDS)}"
         )
     is_gpu = device.platform == "gpu"
+    if backend in ("triton", "mosaic") and device.platform not in ("gpu", "cpu"):
+        raise ValueError(
+            f"attention_backend is {backend!r}, which is for GPUs and interpreted on CPUs; "
+            f"{device.device_kind} is neither: give 'auto' or 'xla'"
+        )
     capability = _capability(device)
     if backend == "xla":
         return Choice(Kernels("xla"), f"attention: xla on {device.device_kind}, as asked")
@@ -105,9 +111,16 @@ def choose(
         if backend not in ("auto", entry.backend):
             continue
         if is_gpu and capability < entry.min_capability:
+            has = _dotted(capability) if capability > (0, 0) else "none"
             refused.append(
                 f"{entry.backend} needs compute capability {_dotted(entry.min_capability)}, "
-                f"{device.device_kind} has {_dotted(capability)}"
+                f"{device.device_kind} has {has}"
+            )
+            continue
+        if is_gpu and not _has_large_smem(capability) and _needs_large_smem(entry.backend, shape):
+            refused.append(
+                f"{entry.backend} needs more than 99 KiB of shared memory per thread block for "
+                f"{shape.dtype} and head_dim {shape.head_dim}, {device.device_kind} has no more"
             )
             continue
         problem = why_not(entry.backend, shape, interpret=not is_gpu)
@@ -138,7 +151,7 @@ def choose(
     if backend != "auto":
         raise ValueError(
             f"attention_backend is {backend!r}, which cannot run here: {'; '.join(refused)}; "
-            "give 'auto' or 'xla'"
+            "give 'auto' for what can"
         )
     return Choice(None, f"attention: xla on {device.device_kind}; {'; '.join(refused)}")
 
@@ -147,18 +160,19 @@ def make_tiling(
     shape: Shape, *, num_sms: int, capability: tuple[int, int], **options: Any
 ) -> Tiling:
     """How work of a shape is cut on a chip; `options` are the fields of `Tiling` that users set."""
-    has_large_smem = capability in ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
+    row_bytes = shape.head_dim * jnp.dtype(shape.dtype).itemsize
+    is_large = _has_large_smem(capability) and row_bytes <= 512
     return Tiling(
         num_kv_heads=shape.num_kv_heads,
         group=shape.num_heads // shape.num_kv_heads,
         block_size=shape.block_size,
         num_sms=num_sms,
-        # What a prefill item keeps in registers grows with rows times head_dim.
-        tile_rows=128 if shape.head_dim <= 128 else 64,
+        # What a prefill item keeps in registers and shared memory grows with rows and their size.
+        tile_rows=128 if row_bytes <= 256 else 64,
         # The address of a tile comes out of the table, and each link of such a chain takes two of
         # Triton's stages: with 5, two tiles of keys and values are on their way, with 3 one.
         # Chips of 100 KiB per SM hold two thread blocks only with 3.
-        num_stages=5 if has_large_smem else 3,
+        num_stages=5 if is_large else 3,
         **options,
     )
 
@@ -216,8 +230,18 @@ def why_no_mosaic_prefill(shape: Shape, capability: tuple[int, int]) -> str | No
 
 
 def _capability(device: Any) -> tuple[int, int]:
-    major, _, minor = str(getattr(device, "compute_capability", "0.0")).partition(".")
-    return int(major), int(minor or 0)
+    """Of an NVIDIA GPU; (0, 0) for what else there is."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _has_large_smem(capability: tuple[int, int]) -> bool:
+    """Whether a thread block may have 160 KiB of shared memory or more; others have 99."""
+    return capability in ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
+
+
+def _needs_large_smem(backend: str, shape: Shape) -> bool:
+    return backend == "mosaic" or shape.head_dim * jnp.dtype(shape.dtype).itemsize > 512
 
 
 def _dotted(capability: tuple[int, int]) -> str:

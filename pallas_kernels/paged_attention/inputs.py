@@ -33,6 +33,9 @@ class Kernels:
 class AttentionPlan:
     """The work list of a step and the kernels that it was made for.
 
+    One plan serves all layers that it was not made too short for: its window is `None`, or at least
+    that of every layer. Kernels clip what they read to the window of their layer.
+
     Attributes:
         kernels: Not traced.
         arrays: See `plan.fill_plan`; `None` where the kernels have no tiling.

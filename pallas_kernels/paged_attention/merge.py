@@ -6,7 +6,6 @@ padding is set to zero.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,8 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels.paged_attention.inputs import AttentionInputs
+from pallas_kernels.paged_attention.tiles import LOG2_E, MASKED
 
-_LOG2_E = math.log2(math.e)
 _HEADS = 16  # query heads per program
 
 
@@ -118,17 +117,17 @@ def _kernel(
             return values, new_peak, total * shrink + weight
 
         values = jnp.zeros((_HEADS, width), jnp.float32)
-        peak = jnp.full(_HEADS, -1e30, jnp.float32)
+        peak = jnp.full(_HEADS, MASKED, jnp.float32)
         total = jnp.zeros(_HEADS, jnp.float32)
         values, peak, total = jax.lax.fori_loop(begin, end, add, (values, peak, total))
         if has_sinks:
-            sink = plt.load(sinks_ref.at[heads], mask=is_head, other=0.0) * _LOG2_E
+            sink = plt.load(sinks_ref.at[heads], mask=is_head, other=0.0) * LOG2_E
             new_peak = jnp.maximum(peak, sink)
             shrink = jnp.exp2(peak - new_peak)
             values, total = values * shrink[:, None], total * shrink + jnp.exp2(sink - new_peak)
             peak = new_peak
         if log_sum_exp_ref is not None:
-            log_sum_exp = (peak + jnp.log2(total)) * (1 / _LOG2_E)
+            log_sum_exp = (peak + jnp.log2(total)) * (1 / LOG2_E)
             plt.store(
                 log_sum_exp_ref.at[token, heads],
                 jnp.where(is_padding, -jnp.inf, log_sum_exp),

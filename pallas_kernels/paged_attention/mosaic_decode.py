@@ -1,13 +1,13 @@
 """Decode items through Mosaic GPU: few rows per item, so that reading the cache is the work.
 
-Two forms. With 16 rows `mma` wastes the least, runs on every chip from sm_90 on, and two thread
-blocks share an SM; with 64 rows `wgmma` reads keys and values straight from shared memory, on sm_90
-only, and takes the longer chunks too. Which is quicker is not measured.
+Two forms. With 16 rows `mma` wastes the least, runs on every chip from sm_90 on, and up to head_dim
+128 two thread blocks share an SM. With 64 rows `wgmma`, on sm_90 only, reads keys and values straight
+from shared memory and takes the longer chunks too. Which is quicker is not measured.
 """
 
 from pallas_kernels.paged_attention.mosaic_kernel import Form
 
-RING_BYTES = 96 * 1024  # of keys and values on their way; two thread blocks fit an SM
+RING_BYTES = 96 * 1024  # of keys and values on their way, if two tiles are no more
 TILE_TOKENS = 64
 
 
@@ -25,7 +25,7 @@ def decode_form(num_rows: int, head_dim: int) -> Form:
         num_rows=num_rows,
         num_computing=1,
         tile_tokens=TILE_TOKENS,
-        num_stages=max(2, RING_BYTES // tile_bytes),
+        num_slots=max(2, RING_BYTES // tile_bytes),
         product=products[num_rows],
         has_full_tiles=False,
     )

@@ -1,7 +1,7 @@
 """PagedAttention through Pallas' Mosaic GPU lowering, for sm_90 and later.
 
 A thread block takes one item for one KV head. Its last warpgroup fetches tiles of keys and values
-into a ring of `num_stages` slots of shared memory, page by page, each page by one copy of the
+into a ring of `num_slots` slots of shared memory, page by page, each page by one copy of the
 tensor memory accelerator, whose address comes out of the block table; the others compute, each on
 its own rows, with the softmax kept online in base 2 and in float32. The division of labour is that
 of FlashAttention-3 (https://arxiv.org/abs/2407.08608).
@@ -10,7 +10,6 @@ of FlashAttention-3 (https://arxiv.org/abs/2407.08608).
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,9 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention import compat
 from pallas_kernels.paged_attention import plan as work
 from pallas_kernels.paged_attention.inputs import AttentionInputs
-
-_LOG2_E = math.log2(math.e)
-_MASKED = -1e30  # a logit that no softmax sees; finite, so that its difference to itself is 0
+from pallas_kernels.paged_attention.tiles import LOG2_E, MASKED, full_range, tile_range
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Form:
         num_rows: Rows of a computing warpgroup: 16 with "mma", 64 with "wgmma".
         num_computing: Computing warpgroups.
         tile_tokens: Tokens of a tile of keys and values.
-        num_stages: Tiles in shared memory.
+        num_slots: Tiles of the ring in shared memory.
         product: Tensor-core instruction.
         has_full_tiles: Whether tiles that every token sees whole have a loop without masks.
     """
@@ -44,7 +41,7 @@ class Form:
     num_rows: int
     num_computing: int
     tile_tokens: int
-    num_stages: int
+    num_slots: int
     product: str
     has_full_tiles: bool
 
@@ -128,7 +125,7 @@ def attend(
     dtype, rows = q.dtype, form.num_rows * form.num_computing
     shape = _Shape(tiling.group, tiling.padded_group, num_kv_heads, block_size, head_dim, interpret)
     options = _Options(
-        scale * _LOG2_E, window, None if softcap is None else softcap * _LOG2_E, sinks is not None
+        scale * LOG2_E, window, None if softcap is None else softcap * LOG2_E, sinks is not None
     )
 
     def run(*refs, **scratch):
@@ -136,7 +133,7 @@ def attend(
 
     run.__name__ = name
     num_copies = max(1, form.tile_tokens // block_size)
-    ring = compat.swizzled_smem((form.num_stages, form.tile_tokens, head_dim), dtype)
+    ring = compat.swizzled_smem((form.num_slots, form.tile_tokens, head_dim), dtype)
     scratch = _Scratch(
         q=plgpu.SMEM((rows, head_dim), dtype),
         k=ring,
@@ -146,9 +143,9 @@ def attend(
         q_ready=plgpu.Barrier(
             num_arrivals=form.num_rows // tiling.padded_group, num_barriers=form.num_computing
         ),
-        kv_ready=plgpu.Barrier(num_arrivals=2 * num_copies, num_barriers=form.num_stages),
-        tail_ready=plgpu.Barrier(num_arrivals=2 * num_copies),
-        kv_free=plgpu.Barrier(num_arrivals=form.num_computing, num_barriers=form.num_stages),
+        kv_ready=plgpu.Barrier(num_arrivals=2 * num_copies, num_barriers=form.num_slots),
+        unclear_ready=plgpu.Barrier(num_arrivals=2 * num_copies),
+        kv_free=plgpu.Barrier(num_arrivals=form.num_computing, num_barriers=form.num_slots),
     )
     if form.product == "mma":
         scratch = scratch._replace(weights=plgpu.SMEM((rows, form.tile_tokens), dtype))
@@ -234,7 +231,7 @@ class _Scratch(NamedTuple):
     log_sums: Any
     q_ready: Any
     kv_ready: Any
-    tail_ready: Any
+    unclear_ready: Any
     kv_free: Any
     weights: Any = None
 
@@ -246,6 +243,7 @@ class _Item(NamedTuple):
     index_start: Any
     num_tokens: Any
     table_row: Any
+    first_seen: Any
     kv_end: Any
     begin: Any
     end: Any
@@ -263,19 +261,22 @@ def _kernel(refs: _Refs, scratch: _Scratch, form: Form, shape: _Shape, options: 
         table_row = refs.items[item, work.TABLE_ROW]
         kv_begin = refs.items[item, work.KV_BEGIN]
         kv_end = jnp.minimum(refs.items[item, work.KV_END], refs.seq_lens[table_row])
+        first = jnp.int32(2**31 - 1)
         if options.window is not None:
-            first = jnp.int32(2**31 - 1)
             for i in range(form.num_rows * form.num_computing // shape.padded_group):
                 first = jnp.minimum(first, _position(refs, index_start, num_tokens, i))
-            kv_begin = jnp.maximum(kv_begin, first - options.window + 1)
+        begin, end, first_seen = tile_range(
+            kv_begin, kv_end, first, tile_tokens=form.tile_tokens, window=options.window
+        )
         this = _Item(
             head=head,
             index_start=index_start,
             num_tokens=num_tokens,
             table_row=table_row,
             kv_end=kv_end,
-            begin=lax.div(kv_begin, form.tile_tokens),
-            end=lax.div(kv_end + (form.tile_tokens - 1), form.tile_tokens),
+            first_seen=first_seen,
+            begin=begin,
+            end=end,
             partial_start=refs.items[item, work.PARTIAL_START],
         )
 
@@ -283,7 +284,7 @@ def _kernel(refs: _Refs, scratch: _Scratch, form: Form, shape: _Shape, options: 
         def _():
             if form.num_computing > 1:  # three warpgroups: those that compute take more registers
                 plgpu.set_max_registers(40, action="decrease")
-            _fetch(this, refs, scratch, form, shape)
+            _fetch(this, refs, scratch, form, shape, has_window=options.window is not None)
 
         @pl.when(warpgroup < form.num_computing)
         def _():
@@ -301,8 +302,14 @@ def _position(refs: _Refs, index_start, num_tokens, i):
     return refs.positions[_token(refs, index_start, num_tokens, i)]
 
 
-def _fetch(item: _Item, refs: _Refs, scratch: _Scratch, form: Form, shape: _Shape):
-    """Fills the ring with the item's tiles."""
+def _fetch(
+    item: _Item, refs: _Refs, scratch: _Scratch, form: Form, shape: _Shape, *, has_window: bool
+):
+    """Fills the ring with the item's tiles.
+
+    What lies behind the end of the range, or before the window, may be anything, and zero times NaN
+    is NaN: such values are cleared before others hear of the tile.
+    """
     span = min(shape.block_size, form.tile_tokens)  # tokens of one copy
     starts = range(0, form.tile_tokens, span)
 
@@ -320,9 +327,9 @@ def _fetch(item: _Item, refs: _Refs, scratch: _Scratch, form: Form, shape: _Shap
 
     def copy(tile, pages, barrier):
         step = tile - item.begin
-        slot = lax.rem(step, form.num_stages)
+        slot = lax.rem(step, form.num_slots)
 
-        @pl.when(step >= form.num_stages)
+        @pl.when(step >= form.num_slots)
         def _():
             plgpu.barrier_wait(scratch.kv_free.at[slot])
 
@@ -342,29 +349,45 @@ def _fetch(item: _Item, refs: _Refs, scratch: _Scratch, form: Form, shape: _Shap
         copy(tile, pages, lambda slot: scratch.kv_ready.at[slot])
         return following
 
-    num_whole = jnp.maximum(lax.div(item.kv_end, form.tile_tokens), item.begin)
-    pages = lax.fori_loop(item.begin, num_whole, fetch, find_pages(item.begin))
+    chunk = max(16, 2048 // shape.head_dim)  # tokens; what a layout takes at least
+    layout = plgpu.Layout.SMEM_GMEM_COPY((chunk, shape.head_dim), refs.q.dtype, 128)
 
-    @pl.when(num_whole < item.end)
-    def _():
-        # What lies behind the end may be anything, and zero times NaN is NaN.
-        copy(num_whole, pages, lambda _: scratch.tail_ready)
-        slot = lax.rem(num_whole - item.begin, form.num_stages)
-        plgpu.barrier_wait(scratch.tail_ready)
-        num_valid = item.kv_end - num_whole * form.tile_tokens
-        chunk = max(16, 2048 // shape.head_dim)  # what a layout takes at least
-        layout = plgpu.Layout.SMEM_GMEM_COPY((chunk, shape.head_dim), refs.q.dtype, 128)
+    def fetch_and_clear(tile):
+        copy(tile, find_pages(tile), lambda _: scratch.unclear_ready)
+        slot = lax.rem(tile - item.begin, form.num_slots)
+        plgpu.barrier_wait(scratch.unclear_ready)
 
-        @pl.loop(lax.div(num_valid, chunk), form.tile_tokens // chunk)
+        @pl.loop(0, form.tile_tokens // chunk)
         def clear(i):
             v = scratch.v.at[slot, pl.ds(i * chunk, chunk)]
             values = plgpu.load(v, layout=layout)
-            token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
-            v[...] = jnp.where(token < num_valid - i * chunk, values, jnp.zeros_like(values))
+            kv = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
+            start = tile * form.tile_tokens + i * chunk
+            is_seen = kv < item.kv_end - start
+            if has_window:
+                is_seen = is_seen & (kv >= item.first_seen - start)
+            v[...] = jnp.where(is_seen, values, jnp.zeros_like(values))
 
         plgpu.commit_smem()
         for _ in range(2 * len(starts)):
             plgpu.barrier_arrive(scratch.kv_ready.at[slot])
+
+    whole_begin = item.begin
+    if has_window:
+        is_cut = item.first_seen > item.begin * form.tile_tokens
+
+        @pl.when(is_cut & (item.begin < item.end))
+        def _():
+            fetch_and_clear(item.begin)
+
+        whole_begin = jnp.minimum(item.begin + is_cut.astype(jnp.int32), item.end)
+    whole_end = jnp.maximum(lax.div(item.kv_end, form.tile_tokens), whole_begin)
+    whole_end = jnp.minimum(whole_end, item.end)
+    lax.fori_loop(whole_begin, whole_end, fetch, find_pages(whole_begin))
+
+    @pl.when(whole_end < item.end)
+    def _():
+        fetch_and_clear(whole_end)
 
 
 def _compute(
@@ -420,7 +443,7 @@ def _compute(
 
     def step(tile, carry, *, is_masked: bool):
         accumulated, peak, total = carry
-        slot = lax.rem(tile - item.begin, form.num_stages)
+        slot = lax.rem(tile - item.begin, form.num_slots)
         tile_begin = tile * tile_tokens
         plgpu.barrier_wait(scratch.kv_ready.at[slot])
         k, v = scratch.k.at[slot], scratch.v.at[slot]
@@ -436,18 +459,18 @@ def _compute(
             logits = logits * options.scale
         else:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), by one exponential
-            twice = jnp.exp2(logits * (2 * options.scale * _LOG2_E / options.softcap))
+            twice = jnp.exp2(logits * (2 * options.scale * LOG2_E / options.softcap))
             logits = options.softcap * (1.0 - 2.0 / (twice + 1.0))
         if is_masked:
             is_seen = offset < spread(row_end - tile_begin, tile_shape)
             if options.window is not None:
                 row_begin = position - (tile_begin + options.window)
                 is_seen = is_seen & (offset > spread(row_begin, tile_shape))
-            logits = jnp.where(is_seen, logits, _MASKED)
+            logits = jnp.where(is_seen, logits, MASKED)
         new_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
         weights = jnp.exp2(logits - spread(new_peak, tile_shape))
         if is_masked:  # a row that has seen nothing yet has the peak of what is masked
-            weights = jnp.where(logits > _MASKED, weights, 0.0)
+            weights = jnp.where(is_seen, weights, 0.0)
         shrink = jnp.exp2(peak - new_peak)
         total = total * shrink + jnp.sum(weights, axis=1)
         accumulated = accumulated * spread(shrink, out_shape)
@@ -462,7 +485,7 @@ def _compute(
                 weights = load_left(scratch.weights.at[:, piece])
                 accumulated = multiply(accumulated, weights, v.at[piece])
 
-        @pl.when(tile + form.num_stages < item.end)  # nobody waits for the last slots
+        @pl.when(tile + form.num_slots < item.end)  # nobody waits for the last slots
         def _():
             if not product.keeps_left or shape.interpret:
                 plgpu.commit_smem()  # loads come before the copies that write over what they read
@@ -472,19 +495,23 @@ def _compute(
 
     carry = (
         plgpu.layout_cast(jnp.zeros(out_shape, jnp.float32), layout),
-        plgpu.layout_cast(jnp.full(num_rows, _MASKED, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.full(num_rows, MASKED, jnp.float32), by_row),
         plgpu.layout_cast(jnp.zeros(num_rows, jnp.float32), by_row),
     )
     masked = functools.partial(step, is_masked=True)
     full = functools.partial(step, is_masked=False)
     full_begin = full_end = item.begin
     if form.has_full_tiles:
-        full_end = lax.div(jnp.minimum(item.kv_end, first + 1), tile_tokens)
-        full_end = jnp.maximum(full_end, item.begin)
+        full_begin, full_end = full_range(
+            item.begin,
+            item.end,
+            item.kv_end,
+            first,
+            last,
+            tile_tokens=tile_tokens,
+            window=options.window,
+        )
         if options.window is not None:
-            full_begin = lax.div(jnp.maximum(last - options.window + tile_tokens, 0), tile_tokens)
-            full_begin = jnp.minimum(jnp.maximum(full_begin, item.begin), item.end)
-            full_end = jnp.maximum(full_end, full_begin)
             carry = lax.fori_loop(item.begin, full_begin, masked, carry)
         carry = lax.fori_loop(full_begin, full_end, full, carry)
     accumulated, peak, total = lax.fori_loop(full_end, item.end, masked, carry)
@@ -521,7 +548,7 @@ def _compute(
         if options.has_sinks:
             sink = plgpu.layout_cast(jnp.zeros(num_rows, jnp.float32), by_row)
             for i in range(group):
-                sink = jnp.where(member == i, refs.sinks[first_head + i] * _LOG2_E, sink)
+                sink = jnp.where(member == i, refs.sinks[first_head + i] * LOG2_E, sink)
             best = jnp.maximum(peak, sink)
             shrink = jnp.exp2(peak - best)
             sum_ = total * shrink + jnp.exp2(sink - best)
@@ -529,7 +556,7 @@ def _compute(
         sum_ = jnp.where(sum_ > 0.0, sum_, 1.0)
         scratch.q[rows, :] = (values / spread(sum_, out_shape)).astype(refs.q.dtype)
         if refs.log_sum_exp is not None:
-            scratch.log_sums[rows] = (best + jnp.log2(sum_)) * (1 / _LOG2_E)
+            scratch.log_sums[rows] = (best + jnp.log2(sum_)) * (1 / LOG2_E)
         plgpu.commit_smem()
         store(scratch.q, refs.out, place_of_token)
         if refs.log_sum_exp is not None:
@@ -539,7 +566,7 @@ def _compute(
     def _():
         sum_ = jnp.where(total > 0.0, total, 1.0)
         scratch.partials[rows, :] = accumulated / spread(sum_, out_shape)
-        scratch.log_sums[rows] = jnp.where(total > 0.0, peak + jnp.log2(sum_), _MASKED)
+        scratch.log_sums[rows] = jnp.where(total > 0.0, peak + jnp.log2(sum_), MASKED)
         plgpu.commit_smem()
         store(scratch.partials, refs.partials, lambda i: item.partial_start + i)
         store_numbers(scratch.log_sums, refs.log_sums, lambda i: item.partial_start + i)

@@ -21,7 +21,7 @@ def prefill_form(num_rows: int, head_dim: int) -> Form:
         num_rows=64,
         num_computing=num_rows // 64,
         tile_tokens=TILE_TOKENS,
-        num_stages=2 if head_dim > 64 else 4,
+        num_slots=2 if head_dim > 64 else 4,
         product="wgmma",
         has_full_tiles=True,
     )

@@ -226,7 +226,8 @@ def fill_plan(
         query_start_loc: First token of each row in use, and the number of tokens: `[B + 1]`.
         seq_lens: Tokens of each row in the cache after the step's write.
         block_tables: Block ids of each row, `[B, M]`.
-        window: Tokens that a token sees at most, itself included; `None`: all.
+        window: The longest of the layers that the plan is for: tokens that a token sees at most,
+            itself included. `None`: there is a layer that sees all.
     """
     starts = query_start_loc[:-1]
     counts = query_start_loc[1:] - starts
@@ -255,13 +256,15 @@ def fill_plan(
     if tiling.can_share and window is None:
         groups = _find_shared_prefixes(tiling, computed, is_short, block_tables)
     if groups is not None:
+        groups = _fit(groups, counts, tiling, len(arrays.tile_items) - len(tiles))
+    if groups is not None and len(groups.sizes):
         shared = _share(arrays, tiling, groups, rows, num_tokens)
         rest = rows.copy()
         rest[groups.rows, KV_BEGIN] = groups.ends.repeat(groups.sizes)
         rest[groups.rows, PARTIAL_START] = _SOME_PARTIAL
         if _cut_and_fill(arrays, tiling, seq_lens, _select(rest, is_short), tiles, shared):
             return
-    # Sharing took too many partial results, or there is none.
+    # There is nothing to share, or no room for its partial results.
     is_filled = _cut_and_fill(arrays, tiling, seq_lens, _select(rows, is_short), tiles)
     assert is_filled
 
@@ -315,6 +318,17 @@ def _find_shared_prefixes(
     return groups if len(groups.sizes) else None
 
 
+def _fit(groups: _Groups, counts: np.ndarray, tiling: Tiling, room: int) -> _Groups:
+    """The groups for whose tiles there is room; those that save the most reads come first."""
+    num_tiles = -(-np.add.reduceat(counts[groups.rows], groups.firsts) // tiling.tile_tokens)
+    if num_tiles.sum() <= room:
+        return groups
+    order = (-(groups.sizes - 1) * groups.ends).argsort(kind="stable")
+    is_kept = np.zeros(len(order), bool)
+    is_kept[order] = num_tiles[order].cumsum() <= room
+    return groups.where(is_kept)
+
+
 def _share(
     arrays: PlanArrays, tiling: Tiling, groups: _Groups, rows: np.ndarray, num_tokens: int
 ) -> np.ndarray:
@@ -344,8 +358,10 @@ def _cut_and_fill(
     lengths = _lengths(items, seq_lens)
     if tiling.fixed_split:
         chunks = _round_up(np.maximum(tiling.fixed_split, -(-lengths // _MAX_PARTS)))
-        # There is always room for the parts of one token per row.
-        chunks = np.where(items[:, NUM_TOKENS] == 1, chunks, lengths)
+        # There is always room for the parts of one token per row, prompts' last tiles not counted.
+        is_cut = items[:, NUM_TOKENS] == 1
+        is_cut[num_decode:] = False
+        chunks = np.where(is_cut, chunks, lengths)
         return _fill(arrays, seq_lens, items, num_decode, lengths, chunks)
     chunks = np.empty_like(lengths)
     chunks[:num_decode] = _choose_chunk(lengths[:num_decode], tiling.decode_slots, _PARTS_PER_SLOT)

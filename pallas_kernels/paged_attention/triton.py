@@ -7,7 +7,8 @@ in float32 (FlashAttention, https://arxiv.org/abs/2205.14135).
 
 The cache is passed whole and read row by row through the table: Triton turns the loads of a tile
 into asynchronous copies of 16 bytes, so the block size hardly matters. Every load is masked or in
-range by construction, since a GPU does not clamp.
+range by construction, since a GPU does not clamp. Products of float32 are TF32's, as XLA's are on a
+GPU by default.
 
 A cache of one byte per number (float8_e4m3fn, float8_e5m2, int8) is passed as pairs of bytes, and
 a kernel takes the even and the odd columns of a head as two **planes**, each with products of its
@@ -18,7 +19,6 @@ NaNs of float8_e4m3fn read as 480.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -30,9 +30,7 @@ from jaxtyping import Array, Float, Real
 from pallas_kernels.paged_attention import plan as work
 from pallas_kernels.paged_attention.inputs import AttentionInputs
 from pallas_kernels.paged_attention.merge import merge_partials
-
-_LOG2_E = math.log2(math.e)
-_MASKED = -1e30  # a logit that no softmax sees; finite, so that its difference to itself is 0
+from pallas_kernels.paged_attention.tiles import LOG2_E, MASKED, full_range, tile_range
 
 # Dtypes of one byte that a cache may have, and what `_planes` leaves out as a factor.
 UNITS = {"float8_e4m3fn": 256.0, "float8_e5m2": 1.0, "int8": 1.0}
@@ -110,15 +108,15 @@ def attend(
     kernel = functools.partial(
         _kernel,
         num_rows=num_rows,
-        tile_tokens=64 if head_dim <= 128 else 32,
+        tile_tokens=_tile_tokens(head_dim, q.dtype),
         num_kv_heads=num_kv_heads,
         group=tiling.group,
         padded_group=tiling.padded_group,
         block_size=block_size,
         head_dim=head_dim,
-        scale=scale * _LOG2_E,
+        scale=scale * LOG2_E,
         window=window,
-        softcap=None if softcap is None else softcap * _LOG2_E,
+        softcap=None if softcap is None else softcap * LOG2_E,
         has_sinks=sinks is not None,
         packed=packed,
     )
@@ -151,6 +149,12 @@ def attend(
         interpret=interpret,
         name="paged_attention_decode" if is_decode else "paged_attention_prefill",
     )(*operands)
+
+
+def _tile_tokens(head_dim: int, dtype) -> int:
+    """Tokens of a tile of keys or values, which shared memory holds several of."""
+    row_bytes = (1 << (head_dim - 1).bit_length()) * dtype.itemsize
+    return max(16, min(64, 16 * 1024 // row_bytes))
 
 
 def _unpack_plan(inputs: AttentionInputs) -> tuple[work.Tiling, work.PlanArrays, bool]:
@@ -227,14 +231,15 @@ def _kernel(
         first = jnp.min(jnp.where(is_token, position, 2**31 - 1))
         last = jnp.max(jnp.where(is_token, position, 0))
         kv_end = jnp.minimum(kv_end, last + 1)
-        if window is not None:
-            kv_begin = jnp.maximum(kv_begin, first - window + 1)
-            kv_begin = jnp.maximum(kv_begin, 0) // tile_tokens * tile_tokens
+        limits = {"tile_tokens": tile_tokens, "window": window}
+        begin, end, first_seen = tile_range(kv_begin, kv_end, first, **limits)
 
         def step(tile, carry, *, is_masked: bool):
             accumulated, peak, total = carry
             kv = tile * tile_tokens + jnp.arange(tile_tokens)
             is_kv = kv < kv_end
+            if window is not None:  # before it, blocks may be others' by now
+                is_kv = is_kv & (kv >= first_seen)
             row_mask = is_kv if is_masked else None
             block = plt.load(
                 tables_ref.at[table_row, kv // block_size],
@@ -262,17 +267,17 @@ def _kernel(
                 logits = logits * (scale * unit)
             else:
                 # tanh(x) = 1 - 2 / (exp(2 x) + 1), by one exponential
-                twice = jnp.exp2(logits * (2 * scale * unit * _LOG2_E / softcap))
+                twice = jnp.exp2(logits * (2 * scale * unit * LOG2_E / softcap))
                 logits = softcap * (1.0 - 2.0 / (twice + 1.0))
             if is_masked:
                 is_seen = is_kv[None, :] & (kv[None, :] <= position[:, None])
                 if window is not None:
                     is_seen = is_seen & (kv[None, :] > position[:, None] - window)
-                logits = jnp.where(is_seen, logits, _MASKED)
+                logits = jnp.where(is_seen, logits, MASKED)
             new_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
             weights = jnp.exp2(logits - new_peak[:, None])
             if is_masked:  # a row that has seen nothing yet has the peak of what is masked
-                weights = jnp.where(logits > _MASKED, weights, 0.0)
+                weights = jnp.where(is_seen, weights, 0.0)
             shrink = jnp.exp2(peak - new_peak)
             total = total * shrink + jnp.sum(weights, axis=1)
             accumulated = [
@@ -284,26 +289,20 @@ def _kernel(
         # Tiles in the middle are seen whole by every token, so that only those at the ends need
         # masks. A decode item waits for memory, not for masks: one loop, half the code, and a
         # quarter fewer registers.
-        begin_tile, end_tile = kv_begin // tile_tokens, pl.cdiv(kv_end, tile_tokens)
-        full_end = jnp.maximum(jnp.minimum(kv_end, first + 1) // tile_tokens, begin_tile)
         carry = (
             [jnp.zeros((num_rows, width), jnp.float32) for _ in planes],
-            jnp.full(num_rows, _MASKED, jnp.float32),
+            jnp.full(num_rows, MASKED, jnp.float32),
             jnp.zeros(num_rows, jnp.float32),
         )
         masked = functools.partial(step, is_masked=True)
         full = functools.partial(step, is_masked=False)
-        full_begin = begin_tile
-        if window is not None:
-            full_begin = pl.cdiv(jnp.maximum(last - window + 1, 0), tile_tokens)
-            full_begin = jnp.clip(full_begin, begin_tile, end_tile)
-            full_end = jnp.maximum(full_end, full_begin)
-            carry = jax.lax.fori_loop(begin_tile, full_begin, masked, carry)
+        full_begin = full_end = begin
         if num_rows >= 64:
+            full_begin, full_end = full_range(begin, end, kv_end, first, last, **limits)
+            if window is not None:
+                carry = jax.lax.fori_loop(begin, full_begin, masked, carry)
             carry = jax.lax.fori_loop(full_begin, full_end, full, carry)
-        else:
-            full_end = full_begin
-        accumulated, peak, total = jax.lax.fori_loop(full_end, end_tile, masked, carry)
+        accumulated, peak, total = jax.lax.fori_loop(full_end, end, masked, carry)
 
         is_stored = is_used[:, None] & is_column
         if unit != 1.0:
@@ -313,14 +312,14 @@ def _kernel(
         def _():
             best, sum_, shrink = peak, total, None
             if has_sinks:
-                sink = plt.load(sinks_ref.at[heads], mask=is_used, other=0.0) * _LOG2_E
+                sink = plt.load(sinks_ref.at[heads], mask=is_used, other=0.0) * LOG2_E
                 best = jnp.maximum(peak, sink)
                 shrink = jnp.exp2(peak - best)
                 sum_ = total * shrink + jnp.exp2(sink - best)
             if log_sum_exp_ref is not None:
                 plt.store(
                     log_sum_exp_ref.at[index, heads],
-                    (best + jnp.log2(sum_)) * (1 / _LOG2_E),
+                    (best + jnp.log2(sum_)) * (1 / LOG2_E),
                     mask=is_used,
                 )
             for plane, values in zip(planes, accumulated, strict=True):
@@ -345,7 +344,7 @@ def _kernel(
                 )
             plt.store(
                 log_sum_ref.at[slot, heads],
-                jnp.where(total > 0.0, peak + jnp.log2(total), _MASKED),
+                jnp.where(total > 0.0, peak + jnp.log2(total), MASKED),
                 mask=is_used,
             )
 

@@ -199,9 +199,12 @@ def _attend_tile(
             for offset in (0, 1)
         )
         context = i * chunk + jnp.arange(chunk)
-        # Slots that nobody has written yet may hold anything: 0 * NaN would still be NaN.
-        is_written = context[None] < seq_lens[:, None]
-        v = jnp.where(is_written[:, None, :, None], v, jnp.zeros((), v.dtype))
+        # Slots that are not written yet, or that no window reaches any more, may hold anything:
+        # 0 * NaN would still be NaN.
+        is_own = context[None] < seq_lens[:, None]
+        if window is not None:
+            is_own &= context[None] > positions.min(axis=1, keepdims=True) - window
+        v = jnp.where(is_own[:, None, :, None], v, jnp.zeros((), v.dtype))
         scores = jnp.einsum("rkqh,rkch->rkqc", q, k, preferred_element_type=jnp.float32)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)

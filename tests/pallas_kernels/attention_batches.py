@@ -110,8 +110,12 @@ def make_batch(
         kv[:, :num_shared] = prefix
         kv = _rounded(np.round(2 * kv) if cache_dtype == "int8" else kv, cache_dtype)
         position = np.arange(seq_len)
+        if shape.window is not None and not shared_blocks:
+            # What no token sees any more may be another request's by now.
+            position = position[max(0, seq_len - query_len - shape.window + 1) :]
         for i in range(2):
-            kv_cache[table[position // block_size], :, i, position % block_size] = kv[i]
+            blocks, offsets = table[position // block_size], position % block_size
+            kv_cache[blocks, :, i, offsets] = kv[i, position]
         start, end = end, end + query_len
         expected.append(dense_attention(q[start:end], *kv, head_dim**-0.5, **features))
         block_tables[row, : len(table)] = table

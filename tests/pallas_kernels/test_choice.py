@@ -121,6 +121,26 @@ def test_what_mosaic_cannot_take_is_refused_by_name(changes, device, reason):
         choose(LLAMA._replace(**changes), device, backend="mosaic")
 
 
+def test_chips_of_little_shared_memory_do_without_mosaic():
+    with pytest.raises(ValueError, match="mosaic needs more than 99 KiB of shared memory"):
+        choose(LLAMA, gpu("NVIDIA GeForce RTX 5090", "12.0", 170), backend="mosaic")
+    wide = LLAMA._replace(head_dim=256, dtype="float32")
+    kernels, reason = choose(wide, L40S)
+    assert kernels is None and "99 KiB of shared memory per thread block for float32" in reason
+    assert choose(wide, H200).kernels is not None
+
+
+def test_other_makers_gpus_and_chips_get_xla():
+    amd = gpu("AMD Instinct MI300X", "gfx942", 304)
+    kernels, reason = choose(LLAMA, amd)
+    assert kernels is None and "triton needs compute capability 8.0" in reason
+    tpu = SimpleNamespace(platform="tpu", device_kind="TPU v5e")
+    assert choose(LLAMA, tpu).kernels is None
+    for backend in ("triton", "mosaic"):
+        with pytest.raises(ValueError, match="TPU v5e is neither: give 'auto' or 'xla'"):
+            choose(LLAMA, tpu, backend=backend)
+
+
 def test_interpreting_mosaic_needs_threads(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("jax.devices", lambda platform: [CPU])

@@ -252,6 +252,34 @@ def test_fixed_split_has_room_for_every_row_it_cuts():
     np.testing.assert_array_equal(num_parts, [8] * 30 + [1] * 30)
 
 
+def test_fixed_split_cuts_no_prompt():
+    """Not even one whose last tile is a single token."""
+    tiling = Tiling(num_kv_heads=8, group=4, block_size=16, num_sms=132, fixed_split=512)
+    arrays = make_plan(tiling, [tiling.tile_tokens + 1], [5000])
+    assert len(items_of(arrays)) == 2 and arrays.merge_starts[-1] == 0
+
+
+def test_groups_that_save_the_most_are_shared_where_there_is_no_room_for_all():
+    tiling = Tiling(num_kv_heads=32, group=1, block_size=16, num_sms=132)
+    num_rows, num_blocks = 4 * 20, np.array([64] * 19 + [128])  # the last group shares the most
+    tables = 1 + np.arange(num_rows * 130, dtype=np.int32).reshape(num_rows, 130)
+    for group, count in enumerate(num_blocks):
+        tables[4 * group : 4 * group + 4, :count] = tables[4 * group, :count]
+    sizes = plan_sizes(tiling, num_tokens=num_rows, num_rows=num_rows)
+    assert sizes.num_tile_items < 20
+    arrays = cut_arrays(np.zeros(sizes.num_ints, np.int32), sizes)
+    fill_plan(
+        arrays,
+        tiling,
+        query_start_loc=np.arange(num_rows + 1, dtype=np.int32),
+        seq_lens=np.full(num_rows, 2080, np.int32),
+        block_tables=tables,
+    )
+    tiles = arrays.tile_items[arrays.tile_items[:, work.NUM_TOKENS] > 0]
+    assert 4 * 19 in tiles[:, work.TABLE_ROW]
+    assert len(np.unique(tiles[:, work.TABLE_ROW])) == sizes.num_tile_items
+
+
 def test_planning_256_requests_is_quick():
     """The goal is 200 us on a quiet machine; here only that no loop over requests crept in."""
     random = np.random.default_rng(0)

@@ -95,3 +95,16 @@ def test_every_byte_is_read_as_what_it_stands_for(dtype):
         planes = _planes(jnp.asarray(pairs.view(np.int16)), dtype, jnp.dtype(read))
         values = np.stack([np.asarray(plane).astype(np.float32) for plane in planes])
         np.testing.assert_array_equal(values[is_known] * UNITS[dtype], expected[is_known])
+
+
+@pytest.mark.parametrize("window", [20, 300, 1050])
+def test_windows_that_the_plan_does_not_know_are_kept(window):
+    """Layers of one model may differ; items that end before a layer's window give nothing."""
+    rows = [(1, 1100), (1, 1089), (1, 1500), (1, 1041), (60, 1560)]
+    options = {"num_tokens": 64, "num_rows": 8, "shared_blocks": 65, "max_context": 1600}
+    planned = with_plan(make_batch(rows, shape=TINY, **options), "triton", num_sms=16)
+    plan = planned.inputs.plan
+    assert plan is not None and plan.arrays is not None and plan.arrays.tile_items.any()
+    windowed = make_batch(rows, shape=TINY._replace(window=window), **options)
+    out = attend(windowed._replace(inputs=windowed.inputs._replace(plan=plan)))
+    np.testing.assert_allclose(out[:64], windowed.expected, rtol=0, atol=2e-5)

@@ -117,6 +117,14 @@ def test_batches_cover_splits_and_shared_prefixes():
         assert plan.arrays.tile_items.any() == (name == "shared prefix")
 
 
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_what_is_not_a_number_stays_so(name):
+    """A model that has diverged must not look healthy on a GPU, whose maximum ignores NaN."""
+    batch = with_plan(make_case(name), "triton", interpret=False)
+    out = attend(batch._replace(q=batch.q.at[0].set(jnp.nan)), execute)
+    assert np.isnan(out[0]).all() and not np.isnan(out[1:]).any()
+
+
 @pytest.mark.parametrize(("name", "block_id"), [("decode", -1), ("mixed", FAR)])
 def test_block_that_is_not_in_the_cache_is_reported(name, block_id):
     batch = make_case(name)
