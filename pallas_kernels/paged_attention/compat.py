@@ -1,4 +1,4 @@
-"""What the kernels use of Pallas that is young: one place to mend when JAX moves.
+"""What the kernels use of Pallas that is not public, or that differs between versions of JAX.
 
 Both JAX 0.11.2 and 0.12 run the kernels from one source, for they use only what both have: stores
 by assignment (`plgpu.store` came with 0.12), references turned by their `transpose` method

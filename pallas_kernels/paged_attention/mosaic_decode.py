@@ -1,8 +1,9 @@
 """Decode items through Mosaic GPU: few rows per item, so that reading the cache is the work.
 
-Two forms. With 16 rows `mma` wastes the least, runs on every chip from sm_90 on, and up to head_dim
-128 two thread blocks share an SM. With 64 rows `wgmma`, on sm_90 only, reads keys and values straight
-from shared memory and takes the longer chunks too. Which is quicker is not measured.
+Two forms. With 16 rows `mma` wastes the least, runs on every chip from sm_90 on, and up to
+head_dim 128 two thread blocks share an SM. With 64 rows `wgmma`, on sm_90 only, reads keys and
+values straight from shared memory and takes the longer chunks too. Which is quicker is not
+measured.
 """
 
 from pallas_kernels.paged_attention.mosaic_kernel import Form

@@ -461,6 +461,7 @@ def _compute(
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), by one exponential
             twice = jnp.exp2(logits * (2 * options.scale * LOG2_E / options.softcap))
             logits = options.softcap * (1.0 - 2.0 / (twice + 1.0))
+        is_seen = None
         if is_masked:
             is_seen = offset < spread(row_end - tile_begin, tile_shape)
             if options.window is not None:
@@ -469,7 +470,7 @@ def _compute(
             logits = jnp.where(is_seen, logits, MASKED)
         new_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
         weights = jnp.exp2(logits - spread(new_peak, tile_shape))
-        if is_masked:  # a row that has seen nothing yet has the peak of what is masked
+        if is_seen is not None:  # a row that has seen nothing has the peak of what is masked
             weights = jnp.where(is_seen, weights, 0.0)
         shrink = jnp.exp2(peak - new_peak)
         total = total * shrink + jnp.sum(weights, axis=1)

@@ -269,6 +269,7 @@ def _kernel(
                 # tanh(x) = 1 - 2 / (exp(2 x) + 1), by one exponential
                 twice = jnp.exp2(logits * (2 * scale * unit * LOG2_E / softcap))
                 logits = softcap * (1.0 - 2.0 / (twice + 1.0))
+            is_seen = None
             if is_masked:
                 is_seen = is_kv[None, :] & (kv[None, :] <= position[:, None])
                 if window is not None:
@@ -276,7 +277,7 @@ def _kernel(
                 logits = jnp.where(is_seen, logits, MASKED)
             new_peak = jnp.maximum(peak, jnp.max(logits, axis=1))
             weights = jnp.exp2(logits - new_peak[:, None])
-            if is_masked:  # a row that has seen nothing yet has the peak of what is masked
+            if is_seen is not None:  # a row that has seen nothing has the peak of what is masked
                 weights = jnp.where(is_seen, weights, 0.0)
             shrink = jnp.exp2(peak - new_peak)
             total = total * shrink + jnp.sum(weights, axis=1)
