@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import plan as work
 from pallas_kernels.paged_attention.compat import found_races
 from pallas_kernels.paged_attention.mosaic import paged_attention_mosaic
 from pallas_kernels.paged_attention.mosaic_decode import decode_form
@@ -23,7 +24,7 @@ from tests.pallas_kernels.attention_batches import Batch, make_batch, with_plan
 TINY = ModelShape(4, 1, 64)
 FULL = ModelShape(3, 1, 64, window=70, softcap=20.0, has_sinks=True)
 WIDE = FULL._replace(window=900)
-NOT_SHARED = {"share_prefixes": False}  # spares the prefill kernel, of which all items are empty
+NOT_SHARED = {"share_prefixes": False}  # spares the prefill kernel where all its items are empty
 TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
@@ -39,7 +40,20 @@ def plan(rows, *, shape=TINY, num_tokens=None, num_rows=None, num_sms=1, tiling=
         max_context=options.pop("max_context", longest + 16),
         **options,
     )
-    return with_plan(batch, "mosaic", num_sms=num_sms, **(tiling or {}))
+    return _trim(with_plan(batch, "mosaic", num_sms=num_sms, **(tiling or {})))
+
+
+def _trim(batch: Batch) -> Batch:
+    """Leaves one surplus item of each kind: the interpreter takes its time for empty ones too."""
+    planned = batch.inputs.plan
+    assert planned is not None and planned.arrays is not None
+    arrays = planned.arrays
+    for name in ("decode_items", "tile_items"):
+        items = getattr(arrays, name)
+        num_used = int((items[:, work.NUM_TOKENS] > 0).sum())
+        arrays = arrays._replace(**{name: items[: num_used + 1]})
+    planned = replace(planned, arrays=arrays)
+    return batch._replace(inputs=batch.inputs._replace(plan=planned))
 
 
 def attend(batch: Batch, **options):
@@ -109,13 +123,12 @@ def test_rows_that_share_a_prefix_are_answered_as_if_alone():
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("window", [20, 300])
-def test_windows_that_the_plan_does_not_know_are_kept(window):
+def test_windows_that_the_plan_does_not_know_are_kept():
     """Layers of one model may differ; items that end before a layer's window give nothing."""
     rows = [(1, 1041), (1, 1100), (1, 1060), (1, 1048)]
     planned = plan(rows, shape=TINY, shared_blocks=65).inputs.plan
     assert planned.arrays.tile_items.any()
-    windowed = plan(rows, shape=TINY._replace(window=window), shared_blocks=65)
+    windowed = plan(rows, shape=TINY._replace(window=20), shared_blocks=65)
     assert_attends(windowed._replace(inputs=windowed.inputs._replace(plan=planned)))
 
 
@@ -128,10 +141,9 @@ def test_triton_may_take_the_prefill():
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("shape", [TINY, WIDE], ids=str)
-def test_log_sum_exp_is_returned_on_request(shape):
+def test_log_sum_exp_is_returned_on_request():
     rows = [(20, 90), (1, 700), (1, 5)]
-    batch = plan(rows, shape=shape, num_tokens=24, num_sms=2)
+    batch = plan(rows, shape=WIDE, num_tokens=24, num_sms=2)
     assert_split(batch)
     xla = batch._replace(inputs=batch.inputs._replace(plan=None))
     for mine, theirs in zip(
