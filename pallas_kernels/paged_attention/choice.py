@@ -130,7 +130,7 @@ def choose(
         tiling = make_tiling(
             shape,
             # The interpreters take their time for every item, empty ones too.
-            num_sms=device.core_count if is_gpu else 2,
+            num_sms=device.core_count if is_gpu else 1,
             capability=capability,
             fixed_split=fixed_split,
             share_prefixes=share_prefixes,

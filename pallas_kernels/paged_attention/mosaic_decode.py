@@ -16,11 +16,15 @@ def decode_form(num_rows: int, head_dim: int) -> Form:
     """The form for items of so many rows.
 
     Raises:
-        ValueError: If `num_rows` is neither 16 nor 64.
+        ValueError: If `num_rows` is neither 16 nor 64, or 64 and registers would spill.
     """
     products = {16: "mma", 64: "wgmma"}
     if num_rows not in products:
         raise ValueError(f"decode_rows is {num_rows}; Mosaic takes 16 or 64")
+    if num_rows == 64 and head_dim > 128:
+        raise ValueError(
+            f"decode_rows is 64; with head_dim {head_dim} Mosaic takes 16, since 64 spill registers"
+        )
     tile_bytes = 2 * TILE_TOKENS * head_dim * 2
     return Form(
         num_rows=num_rows,

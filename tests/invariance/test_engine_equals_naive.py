@@ -112,7 +112,7 @@ def test_answers_of_other_models_are_naive(variant, tiny_model):
 
 @pytest.mark.parametrize("backend", ["triton", "mosaic"])
 def test_answers_of_gpu_kernels_are_naive(backend, tiny_model):
-    """What a GPU runs, interpreted: prompts in chunks, a shared prefix, seven steps.
+    """What a GPU runs, interpreted: prompts in chunks, a shared prefix, a dozen steps.
 
     Few, since Mosaic's interpreter takes seconds for a step. All arrangements above are Triton's.
     """
@@ -127,14 +127,14 @@ def test_answers_of_gpu_kernels_are_naive(backend, tiny_model):
     )
     random = np.random.default_rng(0)
     prompt = random.integers(0, 256, 37).tolist()
-    jobs = [make_job(prompt[:length], kind, max_tokens=6) for kind, length in enumerate((37, 20))]
+    jobs = [make_job(prompt[:length], kind, max_tokens=11) for kind, length in enumerate((37, 20))]
     requests = add(engine, jobs)
     num_steps = 0
     while engine.has_unfinished_requests:
         engine.step()
         num_steps += 1
     assert_naive(requests, "heads-of-64")
-    assert num_steps >= 7
+    assert num_steps >= 12
 
 
 def test_answers_do_not_depend_on_order_or_company(tiny_model):

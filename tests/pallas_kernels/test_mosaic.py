@@ -168,6 +168,8 @@ def assert_split(batch: Batch) -> None:
 def test_forms_of_other_sizes_are_refused():
     with pytest.raises(ValueError, match="decode_rows is 32; Mosaic takes 16 or 64"):
         decode_form(32, 128)
+    with pytest.raises(ValueError, match="with head_dim 256 Mosaic takes 16, since 64 spill"):
+        decode_form(64, 256)
     with pytest.raises(ValueError, match="tile_rows is 256; Mosaic takes 64 or 128"):
         prefill_form(256, 128)
 

@@ -94,11 +94,13 @@ def implementations_of_shapes() -> list[Any]:
             is_planned = implementation in PLANNED
             if name in ("llama-3.1-70b", "qwen3-14b", "qwen3-0.6b") and not is_planned:
                 continue
+            if name == "llama-3.2-1b" and is_planned:
+                continue  # groups of 4 are Llama 3.1's, heads of 64 SmolLM2's
             if implementation == "cpu" and shape != ModelShape(*shape[:3]):
                 continue  # the compiled CPU kernel is for plain attention; XLA's takes the rest
             marks = [] if name in ("smollm2-135m", "gpt-oss-20b") else [pytest.mark.one_jax]
             cases.append(pytest.param(implementation, name, "float32", marks=marks))
-            if name in ("smollm2-135m", "phi-2", "llama-3.1-8b"):
+            if name in ("smollm2-135m", "llama-3.1-8b"):
                 cases.append(pytest.param(implementation, name, "bfloat16", marks=marks))
     return cases
 
