@@ -70,6 +70,13 @@ class AttentionInputs(NamedTuple):
     plan: AttentionPlan | None = None
 
 
+def unpack_plan(inputs: AttentionInputs) -> tuple[Tiling, PlanArrays, Kernels]:
+    """What GPU kernels find in a step: the work list, how it was cut, and for which kernels."""
+    plan = inputs.plan
+    assert plan is not None and plan.arrays is not None and plan.kernels.tiling is not None
+    return plan.kernels.tiling, plan.arrays, plan.kernels
+
+
 def write_kv_cache(
     kv_cache_layer: Real[Array, "P K 2 S H"],
     k: Float[Array, "T K H"],

@@ -13,48 +13,60 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from pallas_kernels.paged_attention.inputs import AttentionInputs
+from pallas_kernels.paged_attention.inputs import AttentionInputs, unpack_plan
 from pallas_kernels.paged_attention.tiles import LOG2_E, MASKED
 
 _HEADS = 16  # query heads per program
 
 
+def result_shapes(
+    q: Float[Array, "T N H"], inputs: AttentionInputs, *, return_log_sum_exp: bool
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the kernels of a step write for `merge_partials`, each for the tokens of its items.
+
+    Outputs `[T, N, H]` of tokens without partial results; partial outputs `[R, N, H]`, each
+    normalised, and the base-2 logarithms of their softmax sums `[R, N]`; on request the natural
+    logarithms of the tokens' softmax sums `[T, N]`, for the same tokens as outputs.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_partials = unpack_plan(inputs)[1].merge_rows.shape[0]
+    shapes = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct((num_partials, num_heads, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((num_partials, num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
+    )
+    return shapes if return_log_sum_exp else shapes[:3]
+
+
 def merge_partials(
-    out: Float[Array, "T N H"],
-    partials: Float[Array, "R N H"],
-    log_sums: Float[Array, "R N"],
-    inputs: AttentionInputs,
-    *,
-    sinks: Float[Array, " N"] | None,
-    log_sum_exp: Float[Array, "T N"] | None = None,
+    results: tuple[Array, ...], inputs: AttentionInputs, *, sinks: Float[Array, " N"] | None
 ) -> Float[Array, "T N H"] | tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """Writes the outputs of tokens that have partial results, in place.
 
     Args:
-        out: Outputs, written for tokens without partial results.
-        partials: Partial outputs, each normalised.
-        log_sums: Base-2 logarithms of their softmax sums.
+        results: As `result_shapes` lists them.
         inputs: The step; the plan says which partial results are whose.
         sinks: As in `paged_attention`.
-        log_sum_exp: Natural logarithms of the tokens' softmax sums, written like `out` and then
-            returned with it; `None`: nobody asks.
+
+    Returns:
+        Outputs and, if they are among the results, the logarithms of the tokens' softmax sums.
     """
+    out, partials, log_sums, *log_sum_exp = results
     num_tokens, num_heads, head_dim = out.shape
-    plan = inputs.plan
-    assert plan is not None and plan.arrays is not None
+    _, arrays, kernels = unpack_plan(inputs)
     operands = [
-        plan.arrays.merge_starts,
-        plan.arrays.merge_rows,
+        arrays.merge_starts,
+        arrays.merge_rows,
         inputs.query_start_loc,
         partials,
         log_sums,
         jnp.zeros(1, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
         out,
+        *log_sum_exp,
     ]
-    if log_sum_exp is not None:
-        operands.append(log_sum_exp)
     num_operands = len(operands)
-    results = operands[6:]
+    written = operands[6:]
     whole = pl.BlockSpec(memory_space=pl.ANY)
     kernel = functools.partial(
         _kernel,
@@ -68,14 +80,14 @@ def merge_partials(
         lambda *refs: kernel(*refs[:6], *refs[num_operands:]),
         grid=(num_tokens, pl.cdiv(num_heads, _HEADS)),
         in_specs=[whole] * len(operands),
-        out_specs=[whole] * len(results),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
-        input_output_aliases={6 + i: i for i in range(len(results))},
+        out_specs=[whole] * len(written),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written],
+        input_output_aliases={6 + i: i for i in range(len(written))},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
-        interpret=plan.kernels.interpret,
+        interpret=kernels.interpret,
         name="paged_attention_merge",
     )(*operands)
-    return merged[0] if log_sum_exp is None else tuple(merged)
+    return tuple(merged) if log_sum_exp else merged[0]
 
 
 def _kernel(

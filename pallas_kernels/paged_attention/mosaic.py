@@ -6,13 +6,11 @@ few and for many rows. Partial results are merged by the kernel of `merge.py`.
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Real
 
 from pallas_kernels.paged_attention import triton
-from pallas_kernels.paged_attention.inputs import AttentionInputs
-from pallas_kernels.paged_attention.merge import merge_partials
+from pallas_kernels.paged_attention.inputs import AttentionInputs, unpack_plan
+from pallas_kernels.paged_attention.merge import merge_partials, result_shapes
 from pallas_kernels.paged_attention.mosaic_decode import decode_form
 from pallas_kernels.paged_attention.mosaic_kernel import attend
 from pallas_kernels.paged_attention.mosaic_prefill import prefill_form
@@ -38,22 +36,13 @@ def paged_attention_mosaic(
         raise ValueError(
             f"the KV cache is {kv_cache_layer.dtype}; mosaic takes that of q, {q.dtype}, only"
         )
-    plan = inputs.plan
-    assert plan is not None and plan.arrays is not None and plan.kernels.tiling is not None
-    tiling, arrays = plan.kernels.tiling, plan.arrays
-    num_tokens, num_heads, head_dim = q.shape
-    num_partials = arrays.merge_rows.shape[0]
-    results: Any = (
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
-        jax.ShapeDtypeStruct((num_partials, num_heads, head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((num_partials, num_heads), jnp.float32),
-    )
-    if return_log_sum_exp:
-        results += (jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),)
+    tiling, arrays, kernels = unpack_plan(inputs)
+    head_dim = q.shape[2]
+    results: Any = result_shapes(q, inputs, return_log_sum_exp=return_log_sum_exp)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     if arrays.tile_items.shape[0]:
         args = (q, kv_cache_layer, inputs, arrays.tile_items, results)
-        if plan.kernels.prefill_backend == "triton":
+        if kernels.prefill_backend == "triton":
             results = triton.attend(*args, num_rows=tiling.tile_rows, **options)
         else:
             form = prefill_form(tiling.tile_rows, head_dim)
@@ -68,6 +57,4 @@ def paged_attention_mosaic(
         name="paged_attention_decode",
         **options,
     )
-    out, partials, log_sums, *rest = results
-    log_sum_exp = rest[0] if rest else None
-    return merge_partials(out, partials, log_sums, inputs, sinks=sinks, log_sum_exp=log_sum_exp)
+    return merge_partials(results, inputs, sinks=sinks)

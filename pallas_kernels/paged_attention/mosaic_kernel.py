@@ -1,10 +1,10 @@
 """PagedAttention through Pallas' Mosaic GPU lowering, for sm_90 and later.
 
 A thread block takes one item for one KV head. Its last warpgroup fetches tiles of keys and values
-into a ring of `num_slots` slots of shared memory, page by page, each page by one copy of the
-tensor memory accelerator, whose address comes out of the block table; the others compute, each on
-its own rows, with the softmax kept online in base 2 and in float32. The division of labour is that
-of FlashAttention-3 (https://arxiv.org/abs/2407.08608).
+into a ring of `num_slots` slots of shared memory, page by page, the keys of a page by one copy of
+the tensor memory accelerator and its values by another; the others compute, each on its own rows,
+with the softmax kept online in base 2 and in float32. The division of labour is that of
+FlashAttention-3 (https://arxiv.org/abs/2407.08608).
 
 `mosaic_decode.py` and `mosaic_prefill.py` say with which rows and which tensor-core instruction.
 """
@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import compat
 from pallas_kernels.paged_attention import plan as work
-from pallas_kernels.paged_attention.inputs import AttentionInputs
+from pallas_kernels.paged_attention.inputs import AttentionInputs, unpack_plan
 from pallas_kernels.paged_attention.tiles import LOG2_E, MASKED, full_range, tile_range
 
 
@@ -118,9 +118,8 @@ def attend(
         softcap: Likewise.
         sinks: Likewise.
     """
-    plan = inputs.plan
-    assert plan is not None and plan.arrays is not None and plan.kernels.tiling is not None
-    tiling, interpret = plan.kernels.tiling, plan.kernels.interpret
+    tiling, arrays, kernels = unpack_plan(inputs)
+    interpret = kernels.interpret
     _, num_kv_heads, _, block_size, head_dim = kv_cache_layer.shape
     dtype, rows = q.dtype, form.num_rows * form.num_computing
     shape = _Shape(tiling.group, tiling.padded_group, num_kv_heads, block_size, head_dim, interpret)
@@ -168,7 +167,7 @@ def attend(
         interpret=compat.interpreter() if interpret else None,
     )(
         items,
-        plan.arrays.token_index,
+        arrays.token_index,
         inputs.positions,
         inputs.seq_lens,
         inputs.block_tables,

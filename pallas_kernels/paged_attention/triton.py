@@ -28,8 +28,8 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Real
 
 from pallas_kernels.paged_attention import plan as work
-from pallas_kernels.paged_attention.inputs import AttentionInputs
-from pallas_kernels.paged_attention.merge import merge_partials
+from pallas_kernels.paged_attention.inputs import AttentionInputs, unpack_plan
+from pallas_kernels.paged_attention.merge import merge_partials, result_shapes
 from pallas_kernels.paged_attention.tiles import LOG2_E, MASKED, full_range, tile_range
 
 # Dtypes of one byte that a cache may have, and what `_planes` leaves out as a factor.
@@ -53,8 +53,8 @@ def paged_attention_triton(
         ValueError: If the cache's dtype is neither that of `q` nor one of a byte, or has a byte
             while `head_dim` is odd.
     """
-    tiling, arrays, _ = _unpack_plan(inputs)
-    num_tokens, num_heads, head_dim = q.shape
+    tiling, arrays, _ = unpack_plan(inputs)
+    head_dim = q.shape[2]
     cache_dtype = kv_cache_layer.dtype.name
     if cache_dtype not in (q.dtype.name, *UNITS):
         raise ValueError(
@@ -62,14 +62,7 @@ def paged_attention_triton(
         )
     if cache_dtype in UNITS and head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}; it must be even in a cache of {cache_dtype}")
-    num_partials = arrays.merge_rows.shape[0]
-    results: Any = (
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
-        jax.ShapeDtypeStruct((num_partials, num_heads, head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((num_partials, num_heads), jnp.float32),
-    )
-    if return_log_sum_exp:
-        results += (jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),)
+    results: Any = result_shapes(q, inputs, return_log_sum_exp=return_log_sum_exp)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     for items, num_rows in (
         (arrays.tile_items, tiling.tile_rows),
@@ -79,9 +72,7 @@ def paged_attention_triton(
             results = attend(
                 q, kv_cache_layer, inputs, items, results, num_rows=num_rows, **options
             )
-    out, partials, log_sums, *rest = results
-    log_sum_exp = rest[0] if rest else None
-    return merge_partials(out, partials, log_sums, inputs, sinks=sinks, log_sum_exp=log_sum_exp)
+    return merge_partials(results, inputs, sinks=sinks)
 
 
 def attend(
@@ -98,7 +89,7 @@ def attend(
     sinks,
 ):
     """Runs one kernel over a list of items; writes into the results of the other, if any."""
-    tiling, arrays, interpret = _unpack_plan(inputs)
+    tiling, arrays, kernels = unpack_plan(inputs)
     _, num_kv_heads, _, block_size, head_dim = kv_cache_layer.shape
     is_decode = num_rows < 64
     kv_rows = kv_cache_layer.reshape(-1, head_dim)
@@ -146,7 +137,7 @@ def attend(
         compiler_params=plt.CompilerParams(
             num_warps=4 if num_rows < 128 else 8, num_stages=tiling.num_stages
         ),
-        interpret=interpret,
+        interpret=kernels.interpret,
         name="paged_attention_decode" if is_decode else "paged_attention_prefill",
     )(*operands)
 
@@ -155,12 +146,6 @@ def _tile_tokens(head_dim: int, dtype) -> int:
     """Tokens of a tile of keys or values, which shared memory holds several of."""
     row_bytes = (1 << (head_dim - 1).bit_length()) * dtype.itemsize
     return max(16, min(64, 16 * 1024 // row_bytes))
-
-
-def _unpack_plan(inputs: AttentionInputs) -> tuple[work.Tiling, work.PlanArrays, bool]:
-    plan = inputs.plan
-    assert plan is not None and plan.arrays is not None and plan.kernels.tiling is not None
-    return plan.kernels.tiling, plan.arrays, plan.kernels.interpret
 
 
 def _kernel(
