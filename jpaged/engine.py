@@ -146,7 +146,6 @@ class Engine:
         block_size = config.block_size
         self._processors = index_processors(logits_processors, self.model_config.vocab_size)
         self._max_logprobs, self._logprobs_mode = config.max_logprobs, config.logprobs_mode
-        device = jax.devices()[0]
         kernels, reason = choose_attention(
             AttentionShape(
                 num_heads=self.model_config.num_heads,
@@ -155,7 +154,7 @@ class Engine:
                 block_size=block_size,
                 dtype=str(self.dtype),
             ),
-            device,
+            jax.devices()[0],
             backend=config.attention_backend,
         )
         logger.info("%s", reason)
@@ -173,7 +172,6 @@ class Engine:
                 logprobs_mode=config.logprobs_mode,
                 processors=logits_processors,
                 kernels=kernels,
-                platform=device.platform,
             )
 
         self.num_blocks = plan_num_blocks(

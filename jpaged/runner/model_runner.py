@@ -105,7 +105,7 @@ class ModelRunner:
         logprobs_mode: str = "raw_logprobs",
         processors: Sequence[LogitsProcessor] = (),
         kernels: Kernels | None = None,
-        platform: str = "cpu",
+        platform: str | None = None,
     ):
         """Splits the model and plans its programs; allocates and compiles nothing.
 
@@ -122,7 +122,7 @@ class ModelRunner:
             logprobs_mode: As `EngineConfig.logprobs_mode`.
             processors: Traced into every step.
             kernels: That attend; `None`: the platform's own code.
-            platform: Of the device, as JAX names it.
+            platform: That programs are compiled for; `None`: that of the default device.
         """
         self._graphdef, state = nnx.split(model)
         leaves, self._treedef = jax.tree.flatten(state)
@@ -140,7 +140,7 @@ class ModelRunner:
         if max_logprobs >= 0:
             self._num_alternatives = min(max_logprobs, self.num_tokens_known)
         self._logprobs_mode = logprobs_mode
-        self._platform = platform
+        self._platform = platform or jax.default_backend()
         self._processors = tuple(processors)
         num_arguments = sum(processor.num_arguments for processor in processors)
         self._layout = StepLayout(max_blocks, num_arguments, kernels)

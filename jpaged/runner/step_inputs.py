@@ -1,8 +1,7 @@
 """From the scheduler's decisions to the arrays of one step, padded to a bucket.
 
 All arrays of a step are views into one int32 buffer, so a step costs one upload. `StepInputs` is
-the same on both sides: `StepLayout.unpack` makes the views in NumPy and cuts the
-device's buffer.
+the same on both sides: `StepLayout.unpack` makes the views in NumPy and cuts the device's buffer.
 
 **Buckets.** A program is named by `(T, B)`: padded tokens and padded requests. If every request
 computes one token, `T = B` is taken from the decode ladder; otherwise the step is *mixed*, with
