@@ -110,20 +110,10 @@ def choose(
     for entry in TABLE:
         if backend not in ("auto", entry.backend):
             continue
-        if is_gpu and capability < entry.min_capability:
-            has = _dotted(capability) if capability > (0, 0) else "none"
-            refused.append(
-                f"{entry.backend} needs compute capability {_dotted(entry.min_capability)}, "
-                f"{device.device_kind} has {has}"
-            )
-            continue
-        if is_gpu and not _has_large_smem(capability) and _needs_large_smem(entry.backend, shape):
-            refused.append(
-                f"{entry.backend} needs more than 99 KiB of shared memory per thread block for "
-                f"{shape.dtype} and head_dim {shape.head_dim}, {device.device_kind} has no more"
-            )
-            continue
-        problem = why_not(entry.backend, shape, interpret=not is_gpu)
+        problem = _why_not_on(device, entry) if is_gpu else None
+        if problem is None and is_gpu and not _has_large_smem(capability):
+            problem = _why_not_in_small_smem(device, entry, shape)
+        problem = problem or why_not(entry.backend, shape, interpret=not is_gpu)
         if problem is not None:
             refused.append(problem)
             continue
@@ -240,8 +230,24 @@ def _has_large_smem(capability: tuple[int, int]) -> bool:
     return capability in ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 
 
-def _needs_large_smem(backend: str, shape: Shape) -> bool:
-    return backend == "mosaic" or shape.head_dim * jnp.dtype(shape.dtype).itemsize > 512
+def _why_not_on(device: Any, entry: Entry) -> str | None:
+    capability = _capability(device)
+    if capability >= entry.min_capability:
+        return None
+    return (
+        f"{entry.backend} needs compute capability {_dotted(entry.min_capability)}, "
+        f"{device.device_kind} has {_dotted(capability) if capability > (0, 0) else 'none'}"
+    )
+
+
+def _why_not_in_small_smem(device: Any, entry: Entry, shape: Shape) -> str | None:
+    row_bytes = shape.head_dim * jnp.dtype(shape.dtype).itemsize
+    if entry.backend != "mosaic" and row_bytes <= 512:
+        return None
+    return (
+        f"{entry.backend} needs more than 99 KiB of shared memory per thread block for "
+        f"{shape.dtype} and head_dim {shape.head_dim}, {device.device_kind} has no more"
+    )
 
 
 def _dotted(capability: tuple[int, int]) -> str:
