@@ -12,9 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts import gpu_check
-from scripts.gpu_check import SECTIONS, Bench, Ratio, Row, Sizes, Watcher
+from pallas_kernels.paged_attention.shapes import SHAPES
+from scripts import gpu_bench, gpu_check, gpu_correctness, gpu_report, gpu_timings, gpu_worker
+from scripts.gpu_bench import Bench, Sizes
+from scripts.gpu_check import Watcher
+from scripts.gpu_report import GOALS, SECTIONS, Ratio, Row
 from tests.conftest import ROOT
+
+PNG = b"\x89PNG\r\n"
+MODULES = (gpu_bench, gpu_correctness, gpu_timings, gpu_worker)
 
 
 def run_script(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -24,8 +30,8 @@ def run_script(*arguments: str | Path, **environment: str) -> subprocess.Complet
 
 @pytest.mark.slow
 def test_a_rehearsal_runs_every_section(tmp_path):
-    report = tmp_path / "report.json"
-    done = run_script("--rehearse", "--budget-s", "900", "--json", report)
+    report, drawing = tmp_path / "report.json", tmp_path / "report.png"
+    done = run_script("--rehearse", "--budget-s", "900", "--json", report, "--png", drawing)
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())
     rows = found["rows"]
@@ -36,6 +42,7 @@ def test_a_rehearsal_runs_every_section(tmp_path):
     assert all("NotImplementedError" in verdict for verdict in missing.values())
     correct = [row for row in rows if row["section"] == "correctness"]
     assert len(correct) == 3 and all(row["verdict"] == "met" for row in correct)
+    assert drawing.read_bytes().startswith(PNG)
 
 
 @pytest.mark.slow
@@ -54,18 +61,20 @@ def full_bench(folder: Path) -> Bench:
 
 
 def test_names_are_unique_and_ratios_are_of_timings_that_are_made(tmp_path):
-    checks = gpu_check.list_checks(full_bench(tmp_path))
+    checks = gpu_worker.list_checks(full_bench(tmp_path))
     names = [check.name for check in checks]
     assert len(set(names)) == len(names)
     assert {check.section for check in checks} == set(SECTIONS)
-    for ratio in gpu_check.list_ratios(is_rehearsal=False):
+    for ratio in gpu_worker.list_ratios(is_rehearsal=False):
         assert {ratio.ours, *ratio.theirs} <= set(names)
 
 
-def test_every_goal_is_asked_for(tmp_path):
-    source = Path(gpu_check.__file__).read_text()
-    body = source[source.index("@dataclass\nclass Row") :]
-    assert [goal for goal in gpu_check.GOALS if not re.search(f'"{goal}"', body)] == []
+def test_every_goal_is_asked_for():
+    files = [Path(str(module.__file__)) for module in MODULES]
+    source = "".join(file.read_text() for file in files)
+    report = Path(gpu_report.__file__).read_text()
+    source += report[report.index("@dataclass\nclass Row") :]
+    assert [goal for goal in GOALS if not re.search(f'"{goal}"', source)] == []
 
 
 def test_a_value_that_is_no_number_misses_its_goal():
@@ -80,23 +89,23 @@ def test_a_ratio_is_over_the_best_of_the_others_or_says_what_is_missing():
     ours, a, b = (
         Row("peer", n, 1.0, seconds=s) for n, s in (("ours", 1.0), ("a", 3.0), ("b", 2.0))
     )
-    (row,) = gpu_check.run_ratios(ratios, [ours, a, b])
+    (row,) = gpu_report.run_ratios(ratios, [ours, a, b])
     assert (row.value, row.verdict) == (2.0, "met")
-    (row,) = gpu_check.run_ratios(ratios, [a, b])
+    (row,) = gpu_report.run_ratios(ratios, [a, b])
     assert row.value is None and "ours" in row.verdict
 
 
 def test_layers_read_other_blocks_until_the_pool_is_used(tmp_path):
     bench = full_bench(tmp_path)
-    shape = gpu_check.SHAPES["llama-3.1-8b"]
-    placed = gpu_check.place(bench, shape, [8192, 512], 16)
+    shape = SHAPES["llama-3.1-8b"]
+    placed = gpu_timings.place(bench, shape, [8192, 512], 16)
     first, second = next(placed), next(placed)
     used = [set(t[0, :512].tolist()) | set(t[1, :32].tolist()) for t in (first, second)]
     assert [len(blocks) for blocks in used] == [544, 544] and not used[0] & used[1]
     # 64 rows of 8,192 tokens are just a pool.
-    tables = next(gpu_check.place(bench, shape, [8192] * 64, 16))
+    tables = next(gpu_timings.place(bench, shape, [8192] * 64, 16))
     assert np.array_equal(np.sort(tables[:, :512].ravel()), np.arange(64 * 512))
-    shared = next(gpu_check.place(bench, shape, [8704] * 64, 16, num_shared=512))
+    shared = next(gpu_timings.place(bench, shape, [8704] * 64, 16, num_shared=512))
     assert (shared[:, :512] == shared[0, :512]).all()
     assert len(np.unique(shared[:, 512:544])) == 64 * 32
 
@@ -108,7 +117,7 @@ def make_watcher(folder: Path, monkeypatch, workers) -> Watcher:
     workers = iter(workers)
 
     def run_worker(*, is_first):
-        events = gpu_check.Events(folder / "events")
+        events = gpu_worker.Events(folder / "events")
         return next(workers)(events, is_first)
 
     monkeypatch.setattr(watcher, "_run_worker", run_worker)
@@ -163,9 +172,41 @@ ptxas info    : Function properties for paged_attention_decode_mosaic_gpu_kernel
 
 
 def test_remarks_of_ptxas_are_found():
-    spills, serialised = gpu_check.read_ptxas(PTXAS)
+    spills, serialised = gpu_report.read_ptxas(PTXAS)
     assert (spills.value, spills.verdict) == (0, "met")
     assert "paged_attention_prefill_mosaic_gpu_kernel: 12" in spills.note
     assert (serialised.value, serialised.verdict) == (1, "missed")
-    (nothing,) = gpu_check.read_ptxas("")
+    (nothing,) = gpu_report.read_ptxas("")
     assert nothing.verdict.startswith("not measured")
+
+
+def test_a_drawing_needs_only_the_report(tmp_path):
+    rows = [
+        Row("correctness", "worst", float("nan"), goal="error"),
+        Row("correctness", "failed", None, verdict="failed: exit status -6"),
+        Row("decode", "fast", 81.0, "% of bandwidth", "decode"),
+        Row("graphs", "none outside", 0, "kernels", "outside"),
+        Row("prefill", "late", None, verdict="not measured: no time left"),
+    ]
+    report, drawing = tmp_path / "report.json", tmp_path / "report.png"
+    report.write_text(json.dumps({"rows": [vars(row) for row in rows]}))
+    done = run_script("--draw", report, "--png", drawing)
+    assert done.returncode == 0, done.stderr
+    assert drawing.read_bytes().startswith(PNG)
+    assert "--png" in run_script("--draw", report).stderr
+
+
+def test_bars_are_shares_of_goals():
+    share = gpu_report._share_of_goal
+    assert share(Row("decode", "x", 35.0, goal="decode")) == 0.5
+    assert share(Row("decode", "x", 2.5, goal="skewed")) == 0.5
+    assert share(Row("graphs", "x", 0, goal="outside")) == 1.0
+    assert share(Row("graphs", "x", 3, goal="outside")) == 0.0
+    assert share(Row("correctness", "x", float("nan"), goal="error")) == 0.0
+
+
+def test_without_matplotlib_the_numbers_are_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    args = argparse.Namespace(png=tmp_path / "x.png", json=Path("report.json"))
+    gpu_check._draw_if_possible([], args)
+    assert "--draw report.json" in capsys.readouterr().err
