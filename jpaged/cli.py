@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from jpaged.config import EngineConfig
+from jpaged.config import ATTENTION_BACKENDS, EngineConfig
 from jpaged.sampling_params import SamplingParams
 
 _DESCRIPTION = """\
@@ -154,7 +154,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--attention-backend",
         default="auto",
         metavar="NAME",
-        help="auto, xla or triton (default: %(default)s)",
+        help=f"{', '.join(ATTENTION_BACKENDS)} (default: %(default)s)",
     )
     add("--max-model-len", type=int, metavar="N", help="prompt and answer together, in tokens")
     add("--max-num-seqs", type=int, metavar="N", help="requests in one step at most")
