@@ -38,11 +38,13 @@ from pallas_kernels.paged_attention.shapes import SHAPES as MODEL_SHAPES
 from scripts.aot_dump import FLAGS, MOSAIC_DUMPS, read_kernels
 from scripts.aot_step import CONFIG, PRODUCTS, StepReport, compile_steps, print_steps
 from scripts.aot_targets import KIB, TARGETS, make_mesh
+from scripts.arguments import count, output_file
 
 NUM_ROWS, MAX_CONTEXT = 64, 8192  # more than any window of the shapes
 # Tokens of each program's bucket. A decode program has the prefill kernel too, for shared prefixes.
 PROGRAMS = {"decode": NUM_ROWS, "mixed": 2048}
 SHAPES = ("llama-3.1-8b", "smollm2-135m", "gemma-2-9b", "gpt-oss-20b", "phi-3-mini")
+BLOCK_SIZES = (16, 32, 64, 128)
 MIN_DECODE_BLOCKS = 2  # thread blocks of a decode kernel per SM, at head_dim up to 128
 
 
@@ -126,7 +128,8 @@ def compile_kernels(
                 try:
                     kernels, _ = choose(shape, mesh.devices.flat[0], backend=backend)
                 except ValueError as error:
-                    print(f"left out: {shape_name} on {name}: {error}", file=sys.stderr)
+                    why = str(error).removesuffix("; give 'auto' for what can")
+                    print(f"left out: {shape_name} on {name}: {why}", file=sys.stderr)
                     continue
                 assert kernels is not None and kernels.tiling is not None
                 tiling = replace(kernels.tiling, decode_rows=decode_rows)
@@ -172,12 +175,14 @@ def compile_kernels(
                     lowered.compile()
                 seconds = time.perf_counter() - started
                 for kernel in read_kernels(set(dump.iterdir()) - before, target):
+                    is_prefill = "prefill" in kernel["kernel"]
+                    own = kernels.prefill_backend if is_prefill else None
                     reports.append(
                         Report(
                             target=name,
                             shape=shape_name,
                             block_size=block_size,
-                            backend=backend,
+                            backend=own or backend,
                             program=program,
                             compile_s=round(seconds, 1),
                             **kernel,
@@ -202,22 +207,50 @@ def print_kernels(reports: list[Report]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/aot", description=(__doc__ or "").split("\n")[0])
+
+    def several(group: Any, flag: str, choices: Any, metavar: str, what: str, **options: Any):
+        text = f"{what}: some of {', '.join(map(str, choices))}"
+        group(flag, nargs="+", choices=choices, metavar=metavar, help=text, **options)
+
     add = parser.add_argument
-    add("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="GPU")
-    add("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="PROGRAM")
+    several(add, "--targets", list(TARGETS), "GPU", "GPUs (default: all)", default=list(TARGETS))
+    several(
+        add, "--programs", list(PROGRAMS), "PROGRAM", "programs (default: all)",
+        default=list(PROGRAMS),
+    )  # fmt: skip
     add("--backend", choices=("triton", "mosaic"), default="triton", help="of the attention")
-    add("--json", type=Path, help="also write the reports here")
-    kernels = parser.add_argument_group("kernels alone").add_argument
-    kernels("--shapes", nargs="+", choices=MODEL_SHAPES, default=SHAPES, metavar="SHAPE")
-    kernels("--block-sizes", nargs="+", type=int, default=[16])
-    kernels("--decode-rows", type=int, default=16, help="of a decode item; 64: mosaic by wgmma")
-    steps = parser.add_argument_group("whole steps").add_argument
+    add("--json", type=output_file, help="also write the reports here")
+    kernels = parser.add_argument_group(
+        "kernels alone", "3 to 20 seconds for a GPU, shape and program"
+    ).add_argument
+    default = ", ".join(SHAPES)
+    several(kernels, "--shapes", list(MODEL_SHAPES), "SHAPE", f"models (default: {default})")
+    several(kernels, "--block-sizes", BLOCK_SIZES, "N", "tokens per block (default: 16)", type=int)
+    kernels(
+        "--decode-rows", type=int, choices=(16, 64), default=16,
+        help="of a decode item; 64: by wgmma, with --backend mosaic (default: 16)",
+    )  # fmt: skip
+    steps = parser.add_argument_group(
+        "whole steps", "of an 8B Llama; half a minute for a GPU, program and kind of products"
+    ).add_argument
     steps("--steps", action="store_true", help="compile these instead of kernels alone")
-    steps("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), metavar="KIND")
-    steps("--layers", type=int, default=CONFIG.num_layers, help="of the model")
+    several(
+        steps, "--products", list(PRODUCTS), "KIND", "products by (default: all)",
+        default=list(PRODUCTS),
+    )  # fmt: skip
+    steps("--layers", type=count, default=CONFIG.num_layers, help="of the model (default: 32)")
     add("--dump", type=Path, help=argparse.SUPPRESS)  # of a process that compiles
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.decode_rows == 64 and args.backend != "mosaic":
+        parser.error("--decode-rows 64 is wgmma's, which --backend mosaic has")
+    if args.steps and (args.shapes or args.block_sizes or args.decode_rows != 16):
+        parser.error(
+            "--shapes, --block-sizes and --decode-rows are for kernels alone; --steps compiles an "
+            "8B Llama with blocks of 16"
+        )
+    args.shapes, args.block_sizes = args.shapes or SHAPES, args.block_sizes or [16]
+    return args
 
 
 def compile_here(args: argparse.Namespace) -> list[Report] | list[StepReport]:
@@ -279,6 +312,8 @@ def main() -> int:
             if found is None:
                 problems.append(f"{target}: nothing was compiled; see above")
             reports += [make(**entry) for entry in found or ()]
+    if not reports and not problems:
+        problems.append("nothing was compiled, since all was left out; see above")
     (print_steps if args.steps else print_kernels)(reports)
     if args.json:
         args.json.write_text(json.dumps([asdict(report) for report in reports], indent=1))

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import types
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,14 @@ for name in ("scripts", "tests"):  # folders that an installed package of that n
     sys.modules.setdefault(name, types.ModuleType(name)).__path__ = [str(ROOT / name)]
 
 # ruff: noqa: E402
-from scripts import gpu_worker
+try:
+    from scripts import gpu_worker
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"error: {error}: run this with the Python of an environment that has jpaged's needs and "
+        "JAX for the GPU, e.g. of `pip install '.[cuda12]'` or '.[cuda13]'"
+    )
+from scripts.arguments import output_file
 from scripts.gpu_report import (
     GOALS,
     SECTIONS,
@@ -161,10 +169,10 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--json", type=Path, help="also write the report here")
-    add("--png", type=Path, help="also draw it here; needs matplotlib")
+    add("--json", type=output_file, help="also write the report here")
+    add("--png", type=output_file, help="also draw it here; needs matplotlib")
     add("--draw", type=Path, metavar="JSON", help="draw this report; nothing runs")
-    add("--log", type=Path, help="also write here what compilers and failing checks said")
+    add("--log", type=output_file, help="also write here what compilers and failing checks said")
     add("--budget-s", type=float, default=420.0, help="begin no check after so many seconds")
     add("--rehearse", action="store_true", help="tiny sizes, kernels interpreted, on a CPU")
     for name in ("--worker", "--until", "--skip", "--serial"):  # of a worker
@@ -179,48 +187,29 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def _draw_if_possible(rows: list[Row], args: argparse.Namespace) -> None:
-    try:
-        draw(rows, args.png)
-    except ImportError as error:  # the numbers are what counts
-        print(
-            f"no {args.png}: {error}. Where matplotlib is, `python scripts/gpu_check.py "
-            f"--draw {args.json or 'REPORT.json'} --png {args.png}` draws it",
-            file=sys.stderr,
-        )
-
-
 def main() -> int:
     """Watches, prints the table, returns the exit status."""
     args = parse_arguments()
     if args.worker:
         return gpu_worker.work(args)
     if args.draw:
-        report = json.loads(args.draw.read_text())
-        draw([Row(**row) for row in report["rows"]], args.png)
-        return 0
+        return draw_file(args.draw, args.png)
     started = time.time()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         watcher = Watcher(args, Path(folder))
         try:
             watcher.run()
         finally:  # whatever happens, what was found is not lost
-            rows = watcher.report()
+            rows = watcher.report() if not watcher.fatal else []
+            print("\n".join(map(format_row, rows)), flush=True)
             log = watcher.log.read_text(errors="replace") if watcher.log.exists() else ""
-            if args.log:
-                args.log.write_text(log)
-            if args.json:
-                goals = {name: goal._asdict() for name, goal in GOALS.items()}
-                report = {
-                    "seconds": round(time.time() - started, 1),
-                    "error": watcher.fatal,
-                    "goals": goals,
-                    "rows": [asdict(row) for row in rows],
-                }
-                args.json.write_text(json.dumps(report, indent=1))
-            if args.png:
-                _draw_if_possible(rows, args)
-    print("\n".join(map(format_row, rows)))
+            report = {
+                "seconds": round(time.time() - started, 1),
+                "error": watcher.fatal,
+                "goals": {name: goal._asdict() for name, goal in GOALS.items()},
+                "rows": [asdict(row) for row in rows],
+            }
+            are_kept = write_files(args, rows, report, log)
     wrong = [r for r in rows if r.section == "correctness" and r.verdict != "met"]
     late = [r for r in wrong if r.verdict == "not measured: no time left"]
     if watcher.fatal or not rows:
@@ -234,7 +223,47 @@ def main() -> int:
         f"{sum(r.verdict.startswith('not measured') for r in rows)} not measured, "
         f"{len(wrong) - len(late)} correctness checks failed, in {time.time() - started:.0f} s"
     )
-    return 1 if wrong else 0
+    return 1 if wrong or not are_kept else 0
+
+
+def write_files(
+    args: argparse.Namespace, rows: Sequence[Row], report: dict[str, Any], log: str
+) -> bool:
+    """Writes what was asked for, each for itself; whether all could be."""
+    are_kept = True
+    for path, write in (
+        (args.json, lambda path: path.write_text(json.dumps(report, indent=1))),
+        (args.log, lambda path: path.write_text(log)),
+        (args.png if rows else None, lambda path: draw(rows, path)),
+    ):
+        if path is None:
+            continue
+        try:
+            write(path)
+        except ImportError as error:  # there may be no matplotlib, which draws
+            print(
+                f"no {path}: {error}. Where matplotlib is, `python scripts/gpu_check.py "
+                f"--draw {args.json or 'REPORT.json'} --png {path}` draws it",
+                file=sys.stderr,
+            )
+        except OSError as error:
+            are_kept = False
+            print(f"error: no {path}: {error}", file=sys.stderr)
+    return are_kept
+
+
+def draw_file(report: Path, png: Path) -> int:
+    """Draws a report that was written before; returns the exit status."""
+    try:
+        rows = [Row(**row) for row in json.loads(report.read_text())["rows"]]
+        draw(rows, png)
+    except (OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, KeyError, TypeError) as error:
+        print(f"error: {report} is no report of --json: {error!r}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     correct = [row for row in rows if row.section == "correctness"]
-    correct.sort(key=lambda row: (row.verdict == "met", -(row.value or 0.0)))
+    correct.sort(key=_correctness)
     rates = [row for row in rows if row.section in ("decode", "prefix", "peer") and not row.goal]
     rates += [row for row in rows if row.unit == "% of bandwidth" and row.goal]
     rates.sort(key=lambda row: SECTIONS.index(row.section))
@@ -199,12 +199,17 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, format="png", dpi=110)
 
 
+def _correctness(row: Row) -> tuple[bool, bool, float]:
+    """What sorts the worst first: what is wrong, then the largest of the errors."""
+    return row.verdict == "met", row.goal != "error", -(row.value or 0.0)
+
+
 def _share_of_goal(row: Row) -> float:
     """1: just reached; more is better, whatever the goal counts."""
     if row.value is None or not row.goal:
         return 0.0
     goal = GOALS[row.goal]
     ours, limit = (row.value, goal.limit) if goal.is_least else (goal.limit, row.value)
-    if limit == 0:  # a count of faults, of which there are none
+    if limit <= 0:  # no fault, or a difference that is lost in noise
         return 1.0
     return min(max(ours / limit, 0.0), LONGEST_BAR) if ours == ours and limit == limit else 0.0

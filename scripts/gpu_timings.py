@@ -18,9 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import AttentionInputs, AttentionPlan, Kernels, paged_attention
+from pallas_kernels.paged_attention import (
+    AttentionInputs,
+    Kernels,
+    paged_attention,
+    plan_attention,
+)  # fmt: skip
 from pallas_kernels.paged_attention.choice import Shape
-from pallas_kernels.paged_attention.plan import cut_arrays, fill_plan, plan_sizes
 from pallas_kernels.paged_attention.shapes import SHAPES, ModelShape
 from scripts.gpu_bench import NUM_POOLS, TINY, VARIANTS, Bench, Check, ints, make_kernels, numbers
 from scripts.gpu_report import Row
@@ -39,17 +43,12 @@ def make_inputs(
     kernels: Kernels, counts: Sequence[int], lengths: Sequence[int], tables: np.ndarray
 ) -> Any:
     """Planned `AttentionInputs` in NumPy, of a bucket without padding."""
-    tiling = kernels.tiling
-    assert tiling is not None
     starts = np.cumsum([0, *counts]).astype(np.int32)
     num_tokens, lens = int(starts[-1]), np.array(lengths, np.int32)
-    sizes = plan_sizes(tiling, num_tokens=num_tokens, num_rows=len(lens))
-    arrays = cut_arrays(np.zeros(sizes.num_ints, np.int32), sizes)
-    fill_plan(arrays, tiling, query_start_loc=starts, seq_lens=lens, block_tables=tables)
     positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(lens - starts[1:], counts)
-    slots, plan = np.zeros(num_tokens, np.int32), AttentionPlan(kernels, arrays)
-    fields: tuple[Any, ...] = (positions, slots, starts, lens, tables, plan)
-    return AttentionInputs._make(fields)
+    slots = np.zeros(num_tokens, np.int32)
+    inputs = AttentionInputs._make((positions, slots, starts, lens, tables, None))
+    return inputs._replace(plan=plan_attention(kernels, inputs))
 
 
 def compile_decode(

@@ -192,7 +192,10 @@ def work(args: argparse.Namespace) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     devices = jax.devices()
     if devices[0].platform != "gpu" and not args.rehearse:
-        events.tell(fatal=f"no GPU: JAX sees {devices}; --rehearse runs tiny sizes on a CPU")
+        events.tell(
+            fatal=f"no GPU: JAX sees {devices}. For one, `pip install '.[cuda12]'` or '.[cuda13]'; "
+            "--rehearse runs tiny sizes on a CPU"
+        )
         return 2
     bench = Bench(is_rehearsal=args.rehearse, folder=args.worker)
     checks = list_checks(bench)

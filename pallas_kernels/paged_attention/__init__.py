@@ -10,6 +10,22 @@
 
 A **slot** is `block_id * S + offset`. A **block table** lists the blocks of one request in the
 order of its tokens.
+
+GPU kernels need a plan of each step, made on the host. Here two requests of 7 and 20 tokens decode
+one token each, in blocks of 16:
+
+    shape = choice.Shape(num_heads=8, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
+    kernels, reason = choice.choose(shape, jax.devices()[0])  # once; backend="triton": by name
+    inputs = AttentionInputs(
+        positions=np.array([6, 19], np.int32),
+        slot_mapping=np.array([1 * 16 + 6, 3 * 16 + 3], np.int32),
+        query_start_loc=np.array([0, 1, 2], np.int32),
+        seq_lens=np.array([7, 20], np.int32),
+        block_tables=np.array([[1, 0], [2, 3]], np.int32),
+    )
+    inputs = jax.device_put(inputs._replace(plan=plan_attention(kernels, inputs)))
+    kv_cache_layer = write_kv_cache(kv_cache_layer, k, v, inputs.slot_mapping)  # [2 2 64] each
+    out = paged_attention(q, kv_cache_layer, inputs, scale=64**-0.5)  # q and out: [2 8 64]
 """
 
 import functools
@@ -18,12 +34,14 @@ from typing import Any, Literal, overload
 import jax
 from jaxtyping import Array, Float, Real
 
+from pallas_kernels.paged_attention.arguments import check_arguments
 from pallas_kernels.paged_attention.cpu import DTYPES, paged_attention_cpu
 from pallas_kernels.paged_attention.inputs import (
     AttentionInputs,
     AttentionPlan,
     Kernels,
     kv_cache_layer_shape,
+    plan_attention,
     write_kv_cache,
 )
 from pallas_kernels.paged_attention.mosaic import paged_attention_mosaic
@@ -36,6 +54,7 @@ __all__ = [
     "Kernels",
     "kv_cache_layer_shape",
     "paged_attention",
+    "plan_attention",
     "write_kv_cache",
 ]
 
@@ -96,8 +115,10 @@ def paged_attention(
         window: Tokens that a token sees at most, itself included; `None`: all.
         softcap: Bounds the logits smoothly; `None`: not.
         sinks: One extra logit per head that only adds to the denominator.
-        return_log_sum_exp: Whether to return the logarithm of the denominator too. Static, as
-            `window` and `softcap` are; costs nothing where it is off.
+        return_log_sum_exp: Whether to return the logarithm of the denominator too.
+
+    What is off costs nothing: options are static. On a CPU, any of them takes the plain XLA code
+    instead of the CPU's own kernel, and so may change the last bits.
 
     Returns:
         Attention output in the dtype of `q`; zeros for padding tokens. With `return_log_sum_exp`
@@ -106,13 +127,10 @@ def paged_attention(
         padding tokens.
 
     Raises:
-        ValueError: If `N` is no multiple of `K`.
+        ValueError: Naming the argument whose shape, dtype or value does not fit. Numbers in arrays
+            are not looked at: ids and slots must be in the cache.
     """
-    if q.shape[1] % kv_cache_layer.shape[1]:
-        raise ValueError(
-            f"q has {q.shape[1]} heads; it must be a multiple of the cache's "
-            f"{kv_cache_layer.shape[1]} KV heads"
-        )
+    check_arguments(q, kv_cache_layer, inputs, window=window, softcap=softcap, sinks=sinks)
     if window is not None and window >= inputs.block_tables.shape[1] * kv_cache_layer.shape[3]:
         window = None  # no request is longer
     options: dict[str, Any] = {

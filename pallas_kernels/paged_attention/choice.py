@@ -88,8 +88,12 @@ def choose(
         share_prefixes: As `Tiling.share_prefixes`.
 
     Raises:
-        ValueError: If `backend` is no name, or cannot run this shape or on this device.
+        ValueError: If `backend` is no name, or cannot run this shape or on this device, or the
+            shape is none.
     """
+    _check_shape(shape)
+    if fixed_split < 0:
+        raise ValueError(f"fixed_split is {fixed_split}; it must be 0 or a number of tokens")
     if backend not in BACKENDS:
         raise ValueError(
             f"attention_backend is {backend!r}; it must be one of {', '.join(BACKENDS)}"
@@ -144,6 +148,24 @@ def choose(
             "give 'auto' for what can"
         )
     return Choice(None, f"attention: xla on {device.device_kind}; {'; '.join(refused)}")
+
+
+def _check_shape(shape: Shape) -> None:
+    for name in ("num_heads", "num_kv_heads", "head_dim", "block_size"):
+        value = getattr(shape, name)
+        if value < 1:
+            raise ValueError(f"Shape.{name} is {value}; it must be at least 1")
+    if shape.num_heads % shape.num_kv_heads:
+        raise ValueError(
+            f"Shape.num_heads is {shape.num_heads}; it must be a multiple of num_kv_heads, "
+            f"{shape.num_kv_heads}"
+        )
+    for name in ("dtype", "cache_dtype"):
+        value = getattr(shape, name)
+        try:
+            jnp.dtype(value or shape.dtype)
+        except TypeError:
+            raise ValueError(f"Shape.{name} is {value!r}, no dtype; give e.g. 'bfloat16'") from None
 
 
 def make_tiling(
@@ -204,8 +226,8 @@ def _why_not_mosaic(shape: Shape, *, interpret: bool) -> str | None:
     # XLA's threads run the interpreter's, of which three wait for each other.
     if interpret and max(os.cpu_count() or 1, len(jax.devices("cpu"))) < 4:
         return (
-            "mosaic is interpreted by 4 threads, of which XLA has one per CPU or CPU device; "
-            "set JAX_NUM_CPU_DEVICES=4"
+            "mosaic's interpreter needs 4 threads of XLA, which has one per CPU or per CPU device "
+            "of JAX: set JAX_NUM_CPU_DEVICES=4"
         )
     return None
 

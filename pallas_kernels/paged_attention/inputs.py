@@ -6,9 +6,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Real
 
-from pallas_kernels.paged_attention.plan import PlanArrays, Tiling
+from pallas_kernels.paged_attention.plan import (
+    PlanArrays,
+    Tiling,
+    cut_arrays,
+    fill_plan,
+    plan_sizes,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,33 @@ class AttentionInputs(NamedTuple):
     plan: AttentionPlan | None = None
 
 
+def plan_attention(
+    kernels: Kernels | None, inputs: AttentionInputs, *, window: int | None = None
+) -> AttentionPlan | None:
+    """The plan of one step, on the host; for `AttentionInputs.plan`.
+
+    Args:
+        kernels: From `choice.choose`; `None`: the platform's own code, which needs no plan.
+        inputs: The step, in NumPy, padded to its bucket.
+        window: The longest of the layers'; `None`: one sees all, or it is not known.
+    """
+    if kernels is None or kernels.tiling is None:
+        return None if kernels is None else AttentionPlan(kernels)
+    num_tokens, num_rows = len(inputs.positions), len(inputs.seq_lens)
+    sizes = plan_sizes(kernels.tiling, num_tokens=num_tokens, num_rows=num_rows)
+    arrays = cut_arrays(np.zeros(sizes.num_ints, np.int32), sizes)
+    num_used = int(np.count_nonzero(np.asarray(inputs.seq_lens)))
+    fill_plan(
+        arrays,
+        kernels.tiling,
+        query_start_loc=np.asarray(inputs.query_start_loc)[: num_used + 1],
+        seq_lens=np.asarray(inputs.seq_lens)[:num_used],
+        block_tables=np.asarray(inputs.block_tables)[:num_used],
+        window=window,
+    )
+    return AttentionPlan(kernels, arrays)
+
+
 def unpack_plan(inputs: AttentionInputs) -> tuple[Tiling, PlanArrays, Kernels]:
     """What GPU kernels find in a step: the work list, how it was cut, and for which kernels."""
     plan = inputs.plan
@@ -84,6 +118,8 @@ def write_kv_cache(
     slot_mapping: Int[Array, " T"],
 ) -> Real[Array, "P K 2 S H"]:
     """Writes each token's K and V to its slot: one scatter, in place when the cache is donated.
+
+    Slots must be in the cache: they are not checked, and what lies beyond is not defined.
 
     A cache of one byte per number gets the nearest that it can hold, the largest for what is
     beyond it; K and V come divided by their scales.

@@ -27,15 +27,7 @@ def paged_attention_mosaic(
     sinks: Float[Array, " N"] | None = None,
     return_log_sum_exp: bool = False,
 ) -> Float[Array, "T N H"] | tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
-    """Attends by the step's plan; arguments and result are those of `paged_attention`.
-
-    Raises:
-        ValueError: If the cache's dtype is not that of `q`.
-    """
-    if kv_cache_layer.dtype != q.dtype:
-        raise ValueError(
-            f"the KV cache is {kv_cache_layer.dtype}; mosaic takes that of q, {q.dtype}, only"
-        )
+    """Attends by the step's plan; arguments and result are those of `paged_attention`."""
     tiling, arrays, kernels = unpack_plan(inputs)
     head_dim = q.shape[2]
     results: Any = result_shapes(q, inputs, return_log_sum_exp=return_log_sum_exp)

@@ -47,21 +47,8 @@ def paged_attention_triton(
     sinks: Float[Array, " N"] | None = None,
     return_log_sum_exp: bool = False,
 ) -> Float[Array, "T N H"] | tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
-    """Attends by the step's plan; arguments and result are those of `paged_attention`.
-
-    Raises:
-        ValueError: If the cache's dtype is neither that of `q` nor one of a byte, or has a byte
-            while `head_dim` is odd.
-    """
+    """Attends by the step's plan; arguments and result are those of `paged_attention`."""
     tiling, arrays, _ = unpack_plan(inputs)
-    head_dim = q.shape[2]
-    cache_dtype = kv_cache_layer.dtype.name
-    if cache_dtype not in (q.dtype.name, *UNITS):
-        raise ValueError(
-            f"the KV cache is {cache_dtype}; it must be {q.dtype}, like q, or {', '.join(UNITS)}"
-        )
-    if cache_dtype in UNITS and head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}; it must be even in a cache of {cache_dtype}")
     results: Any = result_shapes(q, inputs, return_log_sum_exp=return_log_sum_exp)
     options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     for items, num_rows in (

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import AttentionInputs, AttentionPlan, Kernels
-from pallas_kernels.paged_attention.plan import Tiling, cut_arrays, fill_plan, plan_sizes
+from pallas_kernels.paged_attention import AttentionInputs, Kernels, plan_attention
+from pallas_kernels.paged_attention.plan import Tiling
 from pallas_kernels.paged_attention.shapes import ModelShape
 
 MAX_CONTEXT = 320  # more than one piece of any implementation
@@ -162,20 +162,10 @@ def with_plan(
         **options,
     )
     inputs = batch.inputs
-    num_rows = int((inputs.seq_lens > 0).sum())
-    sizes = plan_sizes(tiling, num_tokens=batch.q.shape[0], num_rows=inputs.seq_lens.shape[0])
-    arrays = cut_arrays(np.zeros(sizes.num_ints, np.int32), sizes)
-    fill_plan(
-        arrays,
-        tiling,
-        query_start_loc=np.asarray(inputs.query_start_loc)[: num_rows + 1],
-        seq_lens=np.asarray(inputs.seq_lens)[:num_rows],
-        block_tables=np.asarray(inputs.block_tables)[:num_rows],
-        window=batch.options.get("window"),
+    plan = plan_attention(
+        Kernels(backend, tiling, interpret=interpret), inputs, window=batch.options.get("window")
     )
-    plan = AttentionPlan(
-        Kernels(backend, tiling, interpret=interpret), jax.tree.map(jnp.asarray, arrays)
-    )
+    plan = jax.tree.map(jnp.asarray, plan)
     return batch._replace(inputs=inputs._replace(plan=plan))
 
 

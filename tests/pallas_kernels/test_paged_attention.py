@@ -155,7 +155,10 @@ def test_cache_may_have_one_byte_per_number(implementation, cache_dtype, shape):
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "reason"),
-    [("float16", 16, "KV cache is float16"), ("int8", 15, "head_dim is 15; it must be even")],
+    [
+        ("float16", 16, "kv_cache_layer has dtype float16"),
+        ("int8", 15, "triton takes an even head_dim in a cache of int8, here is 15"),
+    ],
 )
 def test_cache_that_the_gpu_kernel_cannot_read_is_refused(dtype, head_dim, reason):
     shape = TINY._replace(head_dim=head_dim)

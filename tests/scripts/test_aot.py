@@ -1,10 +1,12 @@
 """What is read out of XLA's dumps; compiling itself is scripts/aot's business."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 
 from pallas_kernels.paged_attention.choice import Shape, make_tiling
+from scripts import aot_check
 from scripts.aot_dump import count_kernels, parse_thunks, walk
 from scripts.aot_hlo import Program
 from scripts.aot_step import (
@@ -223,3 +225,31 @@ def test_by_plan_attention_reads_the_cache_once():
     least, planned = attention_bytes(tiling, CONFIG)
     assert least == NUM_ROWS * CONTEXT * CONFIG.num_kv_heads * 2 * CONFIG.head_dim * 2
     assert least < planned < 1.05 * least
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--decode-rows 17", "invalid choice: 17"),
+        ("--decode-rows 64", "--backend mosaic has"),
+        ("--block-sizes 0", "invalid choice: 0"),
+        ("--steps --layers 0", "'0' must be a whole number from 1 on"),
+        ("--steps --shapes phi-2", "--shapes, --block-sizes and --decode-rows are for kernels"),
+        ("--json /nonexistent/x.json", "there is no folder /nonexistent"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_before_anything_compiles(
+    options, message, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["aot", *options.split()])
+    with pytest.raises(SystemExit) as raised:
+        aot_check.parse_arguments()
+    assert raised.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_options_have_their_defaults(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["aot"])
+    args = aot_check.parse_arguments()
+    assert (args.shapes, args.block_sizes, args.decode_rows) == (aot_check.SHAPES, [16], 16)
+    monkeypatch.setattr(sys, "argv", ["aot", "--backend", "mosaic", "--decode-rows", "64"])
+    assert aot_check.parse_arguments().decode_rows == 64

@@ -205,8 +205,41 @@ def test_bars_are_shares_of_goals():
     assert share(Row("correctness", "x", float("nan"), goal="error")) == 0.0
 
 
+def test_the_worst_stands_for_all_correctness():
+    same = Row("correctness", "same bits", 1.0, goal="equal")
+    close = Row("correctness", "close", 4e-3, goal="error")
+    closer = Row("correctness", "closer", 1e-3, goal="error")
+    wrong = Row("correctness", "wrong", 0.0, goal="equal")
+    dead = Row("correctness", "dead", None, verdict="failed: exit status -6")
+    ranked = sorted([same, closer, close], key=gpu_report._correctness)
+    assert ranked == [close, closer, same]
+    for bad in (wrong, dead):
+        assert min([same, close, bad], key=gpu_report._correctness) is bad
+
+
 def test_without_matplotlib_the_numbers_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    args = argparse.Namespace(png=tmp_path / "x.png", json=Path("report.json"))
-    gpu_check._draw_if_possible([], args)
-    assert "--draw report.json" in capsys.readouterr().err
+    report = tmp_path / "report.json"
+    args = argparse.Namespace(png=tmp_path / "x.png", json=report, log=None)
+    assert gpu_check.write_files(args, [Row("decode", "x", 1.0)], {"rows": []}, "")
+    assert f"--draw {report}" in capsys.readouterr().err and report.exists()
+
+
+def test_a_file_that_cannot_be_written_costs_no_other(tmp_path, capsys):
+    log = tmp_path / "log"
+    args = argparse.Namespace(png=None, json=tmp_path / "gone" / "r.json", log=log)
+    assert not gpu_check.write_files(args, [], {"rows": []}, "said")
+    assert "gone/r.json" in capsys.readouterr().err and log.read_text() == "said"
+    refused = run_script("--rehearse", "--json", tmp_path / "gone" / "r.json")
+    assert (
+        refused.returncode == 2
+        and "gone/r.json cannot be written: there is no folder" in refused.stderr
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{"x": 1}]}'])
+def test_a_file_that_is_no_report_is_not_drawn(tmp_path, text, capsys):
+    report = tmp_path / "report.json"
+    report.write_text(text)
+    assert gpu_check.draw_file(report, tmp_path / "x.png") == 1
+    assert f"error: {report} is no report" in capsys.readouterr().err
