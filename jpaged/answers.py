@@ -39,6 +39,17 @@ class Answer:
         return self._detokenizer and self._detokenizer.stop_reason
 
     @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, in the words of the OpenAI API; `None` while it goes on."""
+        reason = self.request.finish_reason
+        return "stop" if self.stop_reason is not None else reason and reason.value
+
+    @property
+    def final_stop_reason(self) -> int | str | None:
+        """The stop string or id that ended it, if one did."""
+        return self.request.stop_reason if self.stop_reason is None else self.stop_reason
+
+    @property
     def cumulative_logprob(self) -> float | None:
         """Log-probability of the whole answer, if that was asked for or needed."""
         if self.request.num_logprobs is None:
@@ -55,15 +66,14 @@ class Answer:
                 describe_logprobs(token_id, entry, self._tokenizer)
                 for token_id, entry in zip(token_ids, request.logprobs, strict=True)
             ]
-        reason = request.finish_reason
         return CompletionOutput(
             index=index,
             text=self._detokenizer.text if self._detokenizer else "",
             token_ids=token_ids,
             logprobs=logprobs,
             cumulative_logprob=self.cumulative_logprob,
-            finish_reason="stop" if self.stop_reason is not None else reason and reason.value,
-            stop_reason=request.stop_reason if self.stop_reason is None else self.stop_reason,
+            finish_reason=self.finish_reason,
+            stop_reason=self.final_stop_reason,
         )
 
 

@@ -19,6 +19,7 @@ Run language models with a paged KV cache, in JAX.
 
   jpaged generate "What is the capital of France?"    answer one prompt or several
   jpaged chat                                         talk to the model
+  jpaged serve                                        answer OpenAI's API over HTTP
   jpaged warmup MODEL                                 compile ahead of time
 """
 
@@ -30,8 +31,13 @@ _MODEL_HELP = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["serve"]:  # its flags are vLLM's, read by the server itself
+        from server.serve import main as serve
+
+        return serve(given[1:])
     parser = _make_parser()
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(given)
     if sys.stdout is None:  # the caller has closed it
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if args.command is None:
@@ -101,6 +107,8 @@ def _make_parser() -> argparse.ArgumentParser:
     warmup.add_argument("--revision", help="branch, tag or commit of a hub id")
     _add_engine(warmup)
     warmup.set_defaults(run=_warmup)
+
+    commands.add_parser("serve", help="answer OpenAI's API over HTTP; see jpaged serve --help")
     return parser
 
 

@@ -48,6 +48,7 @@ class EngineStats:
     Attributes:
         steps: Steps executed.
         num_tokens: Tokens computed.
+        last_num_tokens: Those of the last step.
         num_padded_tokens: Tokens that the buckets of those steps hold, padding included.
         step_s: Wall time of all steps.
         host_s: Part of it spent in schedule, build and update.
@@ -57,6 +58,7 @@ class EngineStats:
 
     steps: int = 0
     num_tokens: int = 0
+    last_num_tokens: int = 0
     num_padded_tokens: int = 0
     step_s: float = 0.0
     host_s: float = 0.0
@@ -158,6 +160,11 @@ class Engine:
             backend=config.attention_backend,
         )
         logger.info("%s", reason)
+        if kernels is not None and kernels.interpret:
+            logger.warning(
+                "GPU kernels are interpreted on this CPU: a step may take minutes. That is for "
+                "tests; attention_backend 'auto' has the CPU's own"
+            )
 
         def make_runner(max_model_len: int) -> ModelRunner:
             return ModelRunner(
@@ -260,7 +267,7 @@ class Engine:
         config = config or EngineConfig()
         model_config = checkpoint.model_config
         family = find_family(model_config.architecture)
-        dtype = _resolve_dtype(config.dtype, model_config.dtype)
+        dtype = resolve_dtype(config.dtype, model_config.dtype)
         sources = family.leaf_sources(model_config)
 
         def load(model: nnx.Module) -> nnx.Module:
@@ -283,6 +290,7 @@ class Engine:
         params: Iterable[SamplingParams] = (),
         *,
         show_progress: bool = False,
+        report: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compiles the programs (`None`: all) before they are needed.
 
@@ -292,12 +300,13 @@ class Engine:
             buckets: The padded shapes that steps will have.
             params: What requests will ask for in these.
             show_progress: Draws a progress bar.
+            report: Takes how many programs are ready, of how many, each time that changes.
 
         Raises:
             RuntimeError: If the engine was closed or has failed.
         """
         self._check_alive()
-        self.runner.compile(buckets, params, show_progress=show_progress)
+        self.runner.compile(buckets, params, show_progress=show_progress, report=report)
         self._compilations_at_warm_up = self._compilations.count
 
     @property
@@ -483,6 +492,7 @@ class Engine:
         stats = self.stats
         stats.steps += 1
         stats.num_tokens += output.num_tokens
+        stats.last_num_tokens = output.num_tokens
         stats.num_padded_tokens += bucket.num_tokens
         stats.step_s += ended - started
         stats.host_s += built - started + ended - executed
@@ -559,7 +569,8 @@ class Engine:
         gc.collect()  # JAX gives memory that it shares with NumPy back only then
 
 
-def _resolve_dtype(asked: str, stored: str) -> jnp.dtype:
+def resolve_dtype(asked: str, stored: str) -> jnp.dtype:
+    """The dtype of weights and cache, by `EngineConfig.dtype` and the checkpoint's."""
     if asked != "auto":
         return jnp.dtype(asked)
     if jax.default_backend() == "cpu":

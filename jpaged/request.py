@@ -74,6 +74,7 @@ class Request:
         priority: Lower runs first under the "priority" policy.
         cache_salt: Requests share cached blocks only if their salts are equal.
         arrival_time: `time.monotonic()` seconds.
+        scheduled_time: When it was first admitted, `time.monotonic()` seconds; 0 before.
         token_ids: Prompt and answer so far.
         logprobs: One per answer token where `params` ask for it.
         prompt_logprobs: Entry i is that of prompt token `params.prompt_logprob_start + 1 + i`.
@@ -102,6 +103,7 @@ class Request:
     cache_salt: str = ""
     arrival_time: float = field(default_factory=time.monotonic)
 
+    scheduled_time: float = 0.0
     status: Status = Status.WAITING
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])

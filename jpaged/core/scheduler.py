@@ -34,6 +34,7 @@ because everything here changes the state of the same requests.
 """
 
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
@@ -94,6 +95,7 @@ class Scheduler:
     Attributes:
         requests: All unfinished requests by id.
         num_preemptions: Preemptions so far.
+        max_num_seqs: Requests that run at the same time, at most.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self._kv = kv_cache_manager
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._token_buckets = tuple(token_buckets)
@@ -223,13 +225,17 @@ class Scheduler:
         """Admits a child with what its parent has computed of its tokens, if there is room."""
         is_admitted = (
             parent.status is Status.RUNNING
-            and len(self._running) < self._max_num_seqs
+            and len(self._running) < self.max_num_seqs
             and self._kv.fork(parent, child)
         )
         if is_admitted:
-            child.status = Status.RUNNING
-            self._running[child.request_id] = child
+            self._run(child)
         return is_admitted
+
+    def _run(self, request: Request) -> None:
+        request.status = Status.RUNNING
+        request.scheduled_time = request.scheduled_time or time.monotonic()
+        self._running[request.request_id] = request
 
     def finish(
         self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
@@ -404,7 +410,7 @@ class Scheduler:
         num_reserved_blocks = sum(map(self._num_blocks_lacking, lacking))
         num_tokens_left = budget
         num_deferrals_left = MAX_DEFERRALS_PER_STEP
-        while num_tokens_left and num_deferrals_left and len(self._running) < self._max_num_seqs:
+        while num_tokens_left and num_deferrals_left and len(self._running) < self.max_num_seqs:
             request = self._find_head()
             if request is None:
                 break
@@ -422,8 +428,7 @@ class Scheduler:
                 self._refused = (request, num_spare_blocks)
                 break
             heappop(self._waiting)
-            request.status = Status.RUNNING
-            self._running[request.request_id] = request
+            self._run(request)
             chunks.append(_share(request, num_tokens))
             num_tokens_left -= num_tokens
             num_reserved_blocks += self._num_blocks_lacking(request)

@@ -131,7 +131,13 @@ class CompilePlan:
         finally:
             pool.shutdown(wait=False)
 
-    def compile(self, names: Iterable[Any] | None = None, *, show_progress: bool = False) -> None:
+    def compile(
+        self,
+        names: Iterable[Any] | None = None,
+        *,
+        show_progress: bool = False,
+        report: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Compiles those of the named programs (`None`: all) that are not compiled yet.
 
         Waits for those that were started before as well: afterwards nothing compiles.
@@ -144,13 +150,17 @@ class CompilePlan:
         with tqdm(
             total=len(missing), desc="compiling", unit="program", disable=not show_progress
         ) as bar:
+            if report is not None:
+                report(0, len(missing))
             self.start(missing)
             names_by_future = {self._compiling[name]: name for name in missing}
-            for future in as_completed(names_by_future):
+            for number, future in enumerate(as_completed(names_by_future), 1):
                 name = names_by_future[future]
                 del self._compiling[name]
                 self._compiled[name] = future.result()
                 bar.update()
+                if report is not None:
+                    report(number, len(missing))
         _return_freed_memory()
 
     def __len__(self) -> int:

@@ -43,7 +43,7 @@ def plan_num_blocks(
     """
     block_bytes = kv_cache.block_bytes(model_config, block_size=config.block_size, dtype=dtype)
     is_cpu = jax.default_backend() == "cpu"
-    memory = _available_host_bytes() if is_cpu else _device_bytes()
+    memory = device_memory_bytes()
     if is_cpu and weights_are_loaded:
         memory += weight_bytes  # they no longer count as available
     fixed_bytes = weight_bytes + state_bytes
@@ -89,6 +89,11 @@ def plan_num_blocks(
             "memory_utilization"
         )
     return num_blocks
+
+
+def device_memory_bytes() -> int:
+    """Memory that programs may have: of a GPU all that JAX may take, of a CPU what is available."""
+    return _available_host_bytes() if jax.default_backend() == "cpu" else _device_bytes()
 
 
 def _available_host_bytes() -> int:

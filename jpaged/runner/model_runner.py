@@ -10,7 +10,7 @@ passing the module itself costs 0.9 to 39 ms a call in Python (docs/decisions/00
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -208,6 +208,7 @@ class ModelRunner:
         params: Iterable[SamplingParams] = (),
         *,
         show_progress: bool = False,
+        report: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compiles programs, or loads them from the persistent cache.
 
@@ -215,6 +216,7 @@ class ModelRunner:
             buckets: Those that are needed; `None`: everything.
             params: What requests ask for that will run in these buckets.
             show_progress: Draws a progress bar.
+            report: Takes how many programs are ready, of how many, each time that changes.
         """
         names: list[Any] | None = None
         if buckets is not None:
@@ -228,7 +230,7 @@ class ModelRunner:
                 names.append("biases")
             if any(asked.prompt_logprobs is not None for asked in params):
                 names += (name for bucket in buckets for name in _score_programs(bucket))
-        self._plan.compile(names, show_progress=show_progress)
+        self._plan.compile(names, show_progress=show_progress, report=report)
 
     @property
     def num_programs(self) -> int:

@@ -1,0 +1,182 @@
+"""POST /v1/completions."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+from jpaged.outputs import CompletionOutput, RequestOutput
+from server.answers import (
+    Job,
+    LogprobWriter,
+    choice_end,
+    describe_prompt_logprobs,
+    stream,
+)  # fmt: skip
+from server.errors import bad_request
+from server.generation import Delta
+from server.models import Models
+from server.protocol import DEFAULT_MAX_TOKENS, MAX_PROMPTS, CompletionRequest
+
+
+async def start(models: Models, request: CompletionRequest, request_id: str) -> Job:
+    """Reads the prompts and sends them to the engine.
+
+    Raises:
+        ApiError: Naming what cannot be done.
+    """
+    request.check()
+    model = models.find(request.model)
+    is_given = request.max_tokens is not None
+    max_tokens = request.max_tokens if is_given else DEFAULT_MAX_TOKENS
+    if request.stream and request.echo and request.logprobs is not None:
+        raise bad_request("echo with logprobs and stream is not offered; leave one out", "echo")
+    if request.logprobs is not None and request.logprobs < 0 and model.max_logprobs >= 0:
+        raise bad_request(
+            f"logprobs is {request.logprobs}; it must be from 0 to {model.max_logprobs}", "logprobs"
+        )
+    params = request.sampling_params(
+        model.defaults, max_tokens=max_tokens, logprobs=request.logprobs
+    )
+    if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
+        params = request.model_copy(update={"prompt_logprobs": request.logprobs}).sampling_params(
+            model.defaults, max_tokens=max_tokens, logprobs=request.logprobs
+        )
+    prompts: list[tuple[str | None, list[int]]] = []
+    for prompt in _prompts(request):
+        if isinstance(prompt, str):
+            token_ids = await models.encode(
+                model, prompt, add_special_tokens=request.add_special_tokens is not False
+            )
+            text: str | None = prompt
+        else:
+            text, token_ids = None, prompt
+        token_ids = models.cut_prompt(model, request, token_ids, "prompt")
+        if is_given:
+            models.check_room(model, len(token_ids), max_tokens, "max_tokens")
+        prompts.append((text, token_ids))
+    job = Job(models, model, request, f"cmpl-{request_id}", int(time.time()), [], asyncio.Event())
+    try:
+        for text, token_ids in prompts:
+            job.generations.append(
+                models.submit(
+                    model, request, token_ids, params,
+                    request_id=job.response_id, news=job.news, prompt=text,
+                )
+            )  # fmt: skip
+    except BaseException:
+        job.abort()
+        raise
+    return job
+
+
+def _prompts(request: CompletionRequest) -> list[str] | list[list[int]]:
+    prompt: Any = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("prompt is empty; give a text or token ids", "prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise bad_request(f"prompt has {len(prompt)} entries; it may have {MAX_PROMPTS}", "prompt")
+    return prompt
+
+
+async def answer(job: Job) -> dict[str, Any]:
+    """The whole answer.
+
+    Raises:
+        ApiError: If a prompt was refused.
+    """
+    outputs = await job.outputs()
+    choices = [
+        _choice(job, position * job.num_choices + completion.index, output, completion)
+        for position, output in enumerate(outputs)
+        for completion in output.outputs
+    ]
+    return _body(job) | {"choices": choices, "usage": job.usage()}
+
+
+def _body(job: Job) -> dict[str, Any]:
+    return {
+        "id": job.response_id,
+        "object": "text_completion",
+        "created": job.created,
+        "model": job.name,
+    }
+
+
+def _writer(job: Job) -> LogprobWriter:
+    request = job.request
+    assert isinstance(request, CompletionRequest)
+    as_ids = bool(request.return_tokens_as_token_ids)
+    return LogprobWriter(job.model.tokenizer, request.logprobs or 0, as_ids=as_ids)
+
+
+def _echoed(job: Job, output: RequestOutput) -> str:
+    if output.prompt is not None:
+        return output.prompt
+    return job.model.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+
+def _choice(
+    job: Job, index: int, output: RequestOutput, completion: CompletionOutput
+) -> dict[str, Any]:
+    request = job.request
+    assert isinstance(request, CompletionRequest)
+    text, token_ids = completion.text, list(completion.token_ids)
+    described: list[Any] = list(completion.logprobs or ())
+    if request.echo:
+        text = _echoed(job, output) + text
+        token_ids = output.prompt_token_ids + token_ids
+        described = list(output.prompt_logprobs or ()) + described
+    logprobs = None
+    if request.logprobs is not None:
+        logprobs = _writer(job).legacy(token_ids, described)
+    choice = {"index": index, "text": text, "logprobs": logprobs, **choice_end(completion)}
+    if request.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = describe_prompt_logprobs(output)
+    if request.return_token_ids:
+        choice |= {
+            "token_ids": completion.token_ids,
+            "prompt_token_ids": output.prompt_token_ids,
+        }
+    if request.return_prompt_text:
+        choice["prompt_text"] = _echoed(job, output)
+    return choice
+
+
+def events(job: Job) -> AsyncGenerator[bytes]:
+    """The answer as a stream of events."""
+    request = job.request
+    assert isinstance(request, CompletionRequest)
+    writers: dict[int, LogprobWriter] = {}
+
+    def chunk(index: int, text: str, **more: Any) -> dict[str, Any]:
+        entry = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        return _body(job) | {"choices": [entry | more]}
+
+    def opening() -> Iterator[dict[str, Any]]:
+        if not request.echo:
+            return
+        for position, generation in enumerate(job.generations):
+            text = _echoed(job, generation.group.output())
+            for index in range(job.num_choices):
+                yield chunk(position * job.num_choices + index, text)
+
+    def chunks(position: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        index = position * job.num_choices + delta.index
+        more: dict[str, Any] = {}
+        if request.logprobs is not None and delta.token_ids:
+            writer = writers.setdefault(index, _writer(job))
+            described = writer.describe(delta.token_ids, delta.logprobs)
+            more["logprobs"] = writer.legacy(delta.token_ids, described)
+        if request.return_token_ids:
+            more["token_ids"] = delta.token_ids
+        if delta.finish_reason is not None:
+            more |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if delta.text or more:
+            yield chunk(index, delta.text, **more)
+
+    return stream(job, chunks, opening, lambda: _body(job) | {"choices": [], "usage": job.usage()})

@@ -1,0 +1,221 @@
+"""The models that a server offers: names, tokenizer, defaults; from text to the engine and back."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jpaged.sampling_params import SamplingParams
+from jpaged.text.tokenizer import Tokenizer
+from server.engine_client import EngineClient
+from server.errors import ApiError, bad_request, not_found
+from server.generation import Generation
+from server.protocol import GenerationRequest
+
+# Longer texts are encoded beside the event loop, which they would hold up for milliseconds.
+_LONG_TEXT = 4000
+
+
+@dataclass
+class ServedModel:
+    """One model.
+
+    Attributes:
+        index: Of its engine.
+        names: That requests may call it by; the first is told.
+        path: Where it came from.
+        tokenizer: Its own.
+        defaults: Fields of `SamplingParams`, from its generation_config.json.
+        max_model_len: Once its engine is ready.
+        chat_template: Instead of the tokenizer's.
+        content_format: What the template takes: "auto", "string" or "openai".
+        trusts_templates: Whether requests may bring their own.
+        template_kwargs: Variables of the template that requests need not give.
+        created: Seconds since 1970, of the server's start.
+        takes_priorities: Whether its scheduler looks at priorities.
+        max_logprobs: Alternatives that may be asked for.
+    """
+
+    index: int
+    names: Sequence[str]
+    path: str
+    tokenizer: Tokenizer
+    defaults: Mapping[str, Any]
+    created: int
+    chat_template: str | None = None
+    content_format: str = "auto"
+    trusts_templates: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    takes_priorities: bool = False
+    max_logprobs: int = 20
+
+    @property
+    def name(self) -> str:
+        """The first name."""
+        return self.names[0]
+
+
+class Models:
+    """All models of a server and the process that runs them."""
+
+    def __init__(self, models: Sequence[ServedModel], client: EngineClient):
+        """Takes models in the order of their engines."""
+        self.all = list(models)
+        self.client = client
+        self._by_name = {name: model for model in models for name in model.names}
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of a request; without a name, the first.
+
+        Raises:
+            ApiError: If there is none of that name.
+        """
+        model = self.all[0] if not name else self._by_name.get(name)
+        if model is None:
+            known = ", ".join(self._by_name)
+            raise not_found(f"The model `{name}` does not exist. Here are: {known}.", "model")
+        return model
+
+    def max_model_len(self, model: ServedModel) -> int | None:
+        """Tokens of prompt and answer together; `None` before its engine is ready."""
+        limits = self.client.states[model.index].limits
+        return None if limits is None else limits.max_model_len
+
+    async def encode(self, model: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            ApiError: If it is no text.
+        """
+        encode = model.tokenizer.encode
+        try:
+            if len(text) < _LONG_TEXT:
+                return encode(text, add_special_tokens=add_special_tokens)
+            return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
+        except ValueError as error:
+            raise bad_request(str(error), "prompt") from None
+
+    async def render(
+        self, model: ServedModel, request: Any, *, param: str = "messages"
+    ) -> tuple[str, list[int]]:
+        """Text and ids of a conversation.
+
+        Raises:
+            ApiError: If the model has no template, or it refuses the messages.
+        """
+        tokenizer = model.tokenizer
+        if request.chat_template is not None and not model.trusts_templates:
+            raise bad_request(
+                "chat_template is given; the server takes templates from requests only if started "
+                "with --trust-request-chat-template",
+                "chat_template",
+            )
+        template = request.chat_template or model.chat_template
+        if template is None and tokenizer.chat_template is None:
+            raise bad_request(
+                f"{model.name} has no chat template; use /v1/completions, or start the server with "
+                "--chat-template",
+                param,
+            )
+        kwargs: dict[str, Any] = {**model.template_kwargs, **(request.chat_template_kwargs or {})}
+
+        def render() -> tuple[str, list[int]]:
+            text = tokenizer.render_chat(
+                request.messages,
+                chat_template=template,
+                content_format=model.content_format,
+                add_generation_prompt=bool(request.add_generation_prompt),
+                continue_final_message=bool(request.continue_final_message),
+                documents=getattr(request, "documents", None),
+                **kwargs,
+            )
+            # The template has written the special tokens.
+            return text, tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
+
+        size = sum(len(str(message.get("content"))) for message in request.messages)
+        try:
+            return render() if size < _LONG_TEXT else await asyncio.to_thread(render)
+        except (ValueError, TypeError) as error:
+            raise bad_request(str(error), param) from None
+
+    def cut_prompt(
+        self, model: ServedModel, request: GenerationRequest, token_ids: list[int], param: str
+    ) -> list[int]:
+        """The prompt as it was asked to be cut; refuses what does not fit.
+
+        Raises:
+            ApiError: If it is empty or too long, or priorities are asked for that do not count.
+        """
+        limit = self.max_model_len(model)
+        wanted = request.truncate_prompt_tokens
+        if wanted is not None:
+            if wanted < -1 or wanted == 0:
+                raise bad_request(
+                    f"truncate_prompt_tokens is {wanted}; it must be -1 or at least 1",
+                    "truncate_prompt_tokens",
+                )
+            count = (limit or len(token_ids)) if wanted == -1 else wanted
+            from_left = request.truncation_side != "right"
+            token_ids = token_ids[-count:] if from_left else token_ids[:count]
+        if not token_ids:
+            raise bad_request(f"{param} is empty; give at least one token", param)
+        if limit is not None and len(token_ids) + bool(request.max_tokens != 0) > limit:
+            raise self.too_long(limit, len(token_ids), None, param)
+        return token_ids
+
+    def check_room(
+        self, model: ServedModel, num_tokens: int, max_tokens: int | None, param: str
+    ) -> None:
+        """Refuses an answer that is asked for and does not fit behind its prompt.
+
+        Raises:
+            ApiError: As OpenAI's API words it.
+        """
+        limit = self.max_model_len(model)
+        if limit is not None and max_tokens is not None and num_tokens + max_tokens > limit:
+            raise self.too_long(limit, num_tokens, max_tokens, param)
+
+    @staticmethod
+    def too_long(limit: int, num_tokens: int, max_tokens: int | None, param: str) -> ApiError:
+        """The refusal."""
+        asked = "" if max_tokens is None else f" and {max_tokens} for the answer"
+        return bad_request(
+            f"This model's maximum context length is {limit} tokens. However, your prompt contains "
+            f"{num_tokens} input tokens{asked}. Shorten the prompt"
+            + ("" if max_tokens is None else " or lower max_tokens"),
+            param,
+        )
+
+    def submit(
+        self,
+        model: ServedModel,
+        request: GenerationRequest,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        news: asyncio.Event,
+        prompt: str | None = None,
+    ) -> Generation:
+        """Sends a prompt to the engine.
+
+        Raises:
+            ApiError: If the model cannot serve.
+        """
+        if request.priority and not model.takes_priorities:
+            raise bad_request(
+                f"priority is {request.priority}; the server looks at priorities only if started "
+                "with --scheduling-policy priority",
+                "priority",
+            )
+        return self.client.submit(
+            model.index,
+            token_ids,
+            params,
+            model.tokenizer,
+            request_id=request_id,
+            news=news,
+            prompt=prompt,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+        )

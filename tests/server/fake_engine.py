@@ -1,0 +1,148 @@
+"""An engine without a model: the real scheduler and blocks, letters for answers, steps that sleep.
+
+It runs in the engine process, like the real one; what it is to do comes in the environment.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jpaged.admission import check_ids
+from jpaged.core.kv_cache_manager import KVCacheManager
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine import EngineStats
+from jpaged.request import NO_TOKEN, FinishReason, Request, TokenLogprobs
+from jpaged.sampling_params import SamplingParams
+from server.messages import ModelSpec
+from tests.tiny_models import EOS_TOKEN_ID
+
+# Prompts that make it misbehave.
+POISON_ERROR, POISON_HANG, POISON_KILL, POISON_NAN = "<error>", "<hang>", "<kill>", "<nan>"
+
+
+def answer_to(prompt: Sequence[int], count: int) -> str:
+    """What it says: letters, by the sum of the prompt's ids."""
+    return "".join(chr(ord("a") + (sum(prompt) + i) % 26) for i in range(count))
+
+
+class FakeEngine:
+    """What a model's thread needs of an engine."""
+
+    def __init__(self, *, step_s: float, num_blocks: int, max_num_seqs: int, max_model_len: int):
+        self.step_s = step_s
+        self.num_blocks, self.max_model_len = num_blocks, max_model_len
+        self.kv_cache_manager = KVCacheManager(
+            num_blocks=num_blocks,
+            block_size=16,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            enable_prefix_caching=True,
+            watermark=0.0,
+        )
+        self.scheduler = Scheduler(
+            self.kv_cache_manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=2048,
+            max_model_len=max_model_len,
+        )
+        self.stats = EngineStats()
+        self.compilations_after_warm_up = 0
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Any,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        bad_words: Any = (),
+    ) -> Request:
+        token_ids = check_ids("prompt_token_ids", prompt_token_ids)
+        room = max(self.max_model_len - len(token_ids), 1)
+        requests = [
+            Request(
+                request_id=f"{request_id}/{index}" if index else request_id,
+                prompt_token_ids=token_ids,
+                params=params,
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                stop_token_ids=frozenset({EOS_TOKEN_ID, *(params.stop_token_ids or ())}),
+                seed=index,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.num_samples)
+        ]
+        requests[0].forks = requests[1:]
+        if params.prompt_logprobs is not None:
+            entries = [TokenLogprobs(-1.0, 1)] * (len(token_ids) - 1)
+            for request in requests:
+                request.prompt_logprobs += entries
+            requests[0].max_cached_tokens = 0
+        self.scheduler.add(requests[0])
+        return requests[0]
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, stop_reason: str) -> None:
+        self.scheduler.finish(request_id, FinishReason.STOP, stop_reason)
+
+    def step(self) -> list[Any]:
+        started = time.perf_counter()
+        output = self.scheduler.schedule()
+        token_ids, logprobs = [], []
+        for request, _, _, samples in output.scheduled:
+            self._misbehave(bytes(i for i in request.prompt_token_ids if i < 256).decode())
+            text = answer_to(request.prompt_token_ids, request.num_output_tokens + 1)
+            is_nan = POISON_NAN.encode() in bytes(i % 256 for i in request.prompt_token_ids)
+            token = NO_TOKEN if is_nan or request.max_tokens == 0 else ord(text[-1])
+            token_ids.append(token if samples else NO_TOKEN)
+            count = request.num_logprobs or 0
+            tops = tuple(range(ord("A"), ord("A") + count))
+            values = tuple(-0.5 - i for i in range(count))
+            logprobs.append(TokenLogprobs(-9.0, count + 1, tops, values))
+        built = time.perf_counter()
+        time.sleep(self.step_s)
+        slept = time.perf_counter()
+        outputs = self.scheduler.update(output, token_ids, logprobs)
+        stats = self.stats
+        stats.steps += 1
+        stats.num_tokens += output.num_tokens
+        stats.last_num_tokens = output.num_tokens
+        stats.num_padded_tokens += output.num_tokens
+        stats.step_s += time.perf_counter() - started
+        stats.host_s += built - started + time.perf_counter() - slept
+        return outputs
+
+    def _misbehave(self, prompt: str) -> None:
+        if POISON_ERROR in prompt:
+            raise RuntimeError("the step went wrong")
+        if POISON_HANG in prompt:
+            time.sleep(3600)
+        if POISON_KILL in prompt:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None:
+        pass
+
+
+def make_engines(
+    specs: Sequence[ModelSpec], report_of: Callable[[int], Any]
+) -> Iterator[FakeEngine]:
+    for index, spec in enumerate(specs):
+        report_of(index)("warming up", 1, 2)
+        if spec.path == "broken":
+            raise ValueError("this model\ncannot be loaded")
+        yield FakeEngine(
+            step_s=float(os.environ.get("FAKE_STEP_S", "0.001")),
+            num_blocks=int(os.environ.get("FAKE_BLOCKS", "512")),
+            max_num_seqs=spec.config.max_num_seqs or 8,
+            max_model_len=spec.config.max_model_len or 512,
+        )
