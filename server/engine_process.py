@@ -27,6 +27,9 @@ from server.messages import ModelSpec, Stats, Tokens
 logger = logging.getLogger(__name__)
 
 
+Inbox = queue.SimpleQueue[Any]
+"""Messages for one model's thread; `None` ends it."""
+
 Report = Callable[[str, int, int], None]
 """Takes what is being done, how much of it is done, and of how much."""
 
@@ -61,7 +64,7 @@ class ModelThread:
         index: int,
         spec: ModelSpec,
         engine: Any,
-        inbox: "queue.SimpleQueue[Any]",
+        inbox: Inbox,
         tell: Callable[[Any], None],
     ):
         """Starts no thread; `run` is to be one."""
@@ -222,9 +225,7 @@ class EngineProcess:
         self._hears = sock.makefile("rb")
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._setup: messages.Setup = self._read()
-        self._inboxes: list[queue.SimpleQueue[Any]] = [
-            queue.SimpleQueue() for _ in self._setup.specs
-        ]
+        self._inboxes: list[Inbox] = [queue.SimpleQueue() for _ in self._setup.specs]
         self._sender = threading.Thread(target=self._send, name="sender", daemon=True)
 
     def run(self) -> int:
@@ -278,8 +279,8 @@ class EngineProcess:
     def _dispatch(self) -> None:
         try:
             while (message := self._read()) is not None:
-                inbox: queue.SimpleQueue[Any] = self._inboxes[message.model]
-                inbox.put(message)
+                model: int = message.model
+                self._inboxes[model].put(message)
         except (EOFError, OSError):
             os._exit(1)  # the parent is gone, and nobody wants what runs
         for inbox in self._inboxes:

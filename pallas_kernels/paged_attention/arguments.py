@@ -54,7 +54,7 @@ def check_arguments(
     _check_inputs(inputs, num_tokens)
     if window is not None and (not isinstance(window, Integral) or window < 1):
         raise ValueError(f"window is {window!r}; it must be None or a whole number from 1 on")
-    if softcap is not None and not (isinstance(softcap, Real) and 0 < softcap < math.inf):
+    if softcap is not None and not (isinstance(softcap, Real) and 0 < float(softcap) < math.inf):
         raise ValueError(f"softcap is {softcap!r}; it must be None or a number above 0")
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(
