@@ -307,6 +307,9 @@ async def _generate(
         raise bad_request("request_id must have 1 to 128 ASCII characters", "request_id")
     headers = _note_ignored(server, body)
     job = await start(server.models, body, request_id)
+    if trace := request.headers.get("traceparent"):
+        for generation in job.generations:
+            generation.trace_headers = {"traceparent": trace}
     if not body.stream:
         try:
             result = await unless_gone(request.receive, answer(job))

@@ -77,6 +77,9 @@ class Observer:
     def on_rejection(self, model: int) -> None:
         """The queue was full."""
 
+    def close(self) -> None:
+        """The server has ended."""
+
 
 class EngineClient:
     """The engine process.
@@ -92,7 +95,7 @@ class EngineClient:
         self,
         specs: Sequence[ModelSpec],
         *,
-        observer: Observer | None = None,
+        observers: Sequence[Observer] = (),
         factory: str = "server.engine_process:make_engines",
         environment: Mapping[str, str] | None = None,
     ):
@@ -101,7 +104,7 @@ class EngineClient:
         self.has_ended = asyncio.Event()
         self.is_up = asyncio.Event()
         self.is_down = asyncio.Event()
-        self._observer = observer or Observer()
+        self._observers = observers
         self._setup = messages.Setup(
             specs, factory, logging.getLogger().getEffectiveLevel(), dict(environment or {})
         )
@@ -206,7 +209,8 @@ class EngineClient:
             self.states[model].generations.pop(request_id, None)
         self._write(messages.Abort(model, ids))
         generation.end(FinishReason.ABORT)
-        self._observer.on_end(model, generation)
+        for observer in self._observers:
+            observer.on_end(model, generation)
         self._wake_later(generation)
 
     def abort_all(self) -> None:
@@ -248,7 +252,8 @@ class EngineClient:
         match message:
             case messages.Update(model, tokens, stats):
                 state = self.states[model]
-                self._observer.on_update(model, stats)  # which looks at the stats before
+                for observer in self._observers:  # which looks at the stats before
+                    observer.on_update(model, stats)
                 state.heard, state.stats = now, stats
                 for entry in tokens:
                     self._take_tokens(model, entry, now)
@@ -257,7 +262,8 @@ class EngineClient:
                 if generation is None:
                     return
                 if is_full:
-                    self._observer.on_rejection(model)
+                    for observer in self._observers:
+                        observer.on_rejection(model)
                     generation.fail(unavailable(reason, retry_after_s=1))
                 else:
                     param, reason = _find_param(reason)
@@ -287,9 +293,11 @@ class EngineClient:
             self._write(messages.Finish(model, tokens.request_id, stop))
         if tokens.request_id not in generation.ids:
             del self.states[model].generations[tokens.request_id]
-        self._observer.on_tokens(model, generation, tokens)
+        for observer in self._observers:
+            observer.on_tokens(model, generation, tokens)
         if generation.is_finished:
-            self._observer.on_end(model, generation)
+            for observer in self._observers:
+                observer.on_end(model, generation)
         self._wake_later(generation)
 
     def _drop(self, model: int, request_id: str) -> Generation | None:

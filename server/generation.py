@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jpaged.answers import AnswerGroup
@@ -70,6 +70,7 @@ class Generation:
         group: Requests like the engine's own, and their texts.
         times: For metrics.
         ids: Of the unfinished answers.
+        trace_headers: Of the request that brought it, for a trace.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Generation:
         """
         self.group = AnswerGroup(0, prompt, request, tokenizer)
         self.times = Times()
+        self.trace_headers: Mapping[str, str] = {}
         self._last_times = [0.0] * len(self.group.answers)
         self.ids = {
             answer.request.request_id: index for index, answer in enumerate(self.group.answers)

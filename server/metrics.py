@@ -1,5 +1,6 @@
 """Prometheus metrics: vLLM's by their names, its removed names as aliases, and jpaged's own."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ _REQUEST_S = (
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_FINISHED = ("stop", "length", "abort", "error")
+_LAG_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_LAG_EVERY_S = 0.05
 
 
 class Metrics(Observer):
@@ -114,7 +116,21 @@ class Metrics(Observer):
             buckets=_FIRST_TOKEN_S,
             registry=self.registry,
         )
+        self._lag = Histogram(
+            "jpaged:event_loop_lag_seconds",
+            "How late the HTTP process's event loop is.",
+            buckets=_LAG_S,
+            registry=self.registry,
+        )
         self.registry.register(_Standing(self))
+
+    async def watch_loop(self) -> None:
+        """Looks 20 times a second how late the event loop is; runs for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _LAG_EVERY_S
+            await asyncio.sleep(_LAG_EVERY_S)
+            self._lag.observe(loop.time() - due)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The text, and its content type, in the form that is asked for."""

@@ -206,6 +206,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("debug", "info", "warning", "error"),
     )  # fmt: skip
     log("--otlp-traces-endpoint", metavar="URL", help="where OpenTelemetry traces go")
+    parser.add_argument(
+        "--engine-factory", metavar="MODULE:FUNCTION", help=argparse.SUPPRESS,
+        default="server.engine_process:make_engines",
+    )  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="flags as YAML; the command line's count")
 
 

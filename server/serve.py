@@ -18,12 +18,13 @@ import uvicorn
 from jpaged.checkpoint import open_checkpoint
 from jpaged.sampling_params import read_generation_config
 from server.app import Server, create_app
-from server.engine_client import EngineClient
+from server.engine_client import EngineClient, EngineState, Observer
 from server.messages import ModelSpec
 from server.metrics import Metrics
 from server.models import Models, ServedModel
 from server.options import Options, jax_environment, read_options
 from server.stats_log import log_stats
+from server.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +39,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_up_logging(options.args.log_level)
         _set_hub(options)
         served, specs = load_models(options)
+        observers: list[Observer] = []
+        if options.args.otlp_traces_endpoint:
+            names = [spec.name for spec in specs]
+            observers.append(Tracer(options.args.otlp_traces_endpoint, names))
         listening = listen(options.host, options.port)
     except (ValueError, OSError) as error:
         print(f"jpaged: error: {error}", file=sys.stderr)
         return MISTAKE
     with listening:
-        return asyncio.run(serve(options, served, specs, listening))
+        status = asyncio.run(serve(options, served, specs, listening, observers))
+    for observer in observers:
+        observer.close()
+    return status
 
 
 def set_up_logging(level: str) -> None:
@@ -53,6 +61,7 @@ def set_up_logging(level: str) -> None:
         format="%(levelname)s %(asctime)s [%(name)s] %(message)s",
         datefmt="%m-%d %H:%M:%S",
     )
+    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.root.level))
 
 
 def _set_hub(options: Options) -> None:
@@ -163,14 +172,16 @@ async def serve(
     served: Sequence[ServedModel],
     specs: Sequence[ModelSpec],
     listening: socket.socket,
-    *,
-    factory: str = "server.engine_process:make_engines",
+    observers: Sequence[Observer] = (),
 ) -> int:
     """Serves models; returns the exit status."""
     args = options.args
     metrics = Metrics([spec.name for spec in specs])
     client = EngineClient(
-        specs, observer=metrics, factory=factory, environment=jax_environment(args)
+        specs,
+        observers=[metrics, *observers],
+        factory=args.engine_factory,
+        environment=jax_environment(args),
     )
     metrics.states = client.states
     server = Server(Models(served, client), metrics, options.http)
@@ -193,25 +204,28 @@ async def serve(
     stop = asyncio.Event()
     _catch_signals(stop)
     await client.start()
-    tasks = [asyncio.create_task(http.serve(sockets=[listening]))]
+    tasks = [
+        asyncio.create_task(http.serve(sockets=[listening])),
+        asyncio.create_task(metrics.watch_loop()),
+    ]
     if args.log_stats_interval > 0:
         tasks.append(asyncio.create_task(log_stats(client, metrics, args.log_stats_interval)))
     address = listening.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     scheme = "https" if args.ssl_certfile else "http"
     logger.info("listening at %s://%s:%d; loading models", scheme, shown, address[1])
-    status = 0
+    status, problem = 0, None
     try:
         await _first_of(stop, client.is_up)
-        if client.is_up.is_set() and not stop.is_set():
-            status = _report_start(client)
-        if status == 0:
+        problem = _problem_at_start(client)
+        if problem is None and not stop.is_set():
+            _report_start(client)
             await _first_of(stop, client.has_ended, client.is_down)
-        if not stop.is_set() and status == 0:
-            logger.error("an engine has ended; the server ends in %.0f s", _LAST_WORDS_S)
-            status = FAILURE
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), _LAST_WORDS_S)
+            if not stop.is_set():
+                logger.error("an engine has ended; the server ends in %.0f s", _LAST_WORDS_S)
+                status = FAILURE
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), _LAST_WORDS_S)
         await _drain(server, http, args.shutdown_timeout if status == 0 else 0.0)
     finally:
         await client.stop()
@@ -219,6 +233,9 @@ async def serve(
         await tasks[0]
         for task in tasks[1:]:
             task.cancel()
+    if problem is not None:  # the last line, where people look
+        print(f"jpaged: error: {problem.spec.name}: {problem.failure}", file=sys.stderr)
+        return MISTAKE if problem.is_mistake else FAILURE
     return status
 
 
@@ -245,12 +262,13 @@ async def _first_of(*events: asyncio.Event) -> None:
             task.cancel()
 
 
-def _report_start(client: EngineClient) -> int:
-    """Says what the engines have room for; the exit status if one could not be made."""
-    for state in client.states:
-        if state.failure is not None:
-            print(f"jpaged: error: {state.spec.name}: {state.failure}", file=sys.stderr)
-            return MISTAKE if state.is_mistake else FAILURE
+def _problem_at_start(client: EngineClient) -> EngineState | None:
+    """The engine that could not be made, if there is one."""
+    return next((state for state in client.states if state.failure is not None), None)
+
+
+def _report_start(client: EngineClient) -> None:
+    """Says what the engines have room for."""
     for state in client.states:
         limits = state.limits
         assert limits is not None
@@ -264,7 +282,6 @@ def _report_start(client: EngineClient) -> int:
             num_tokens / limits.max_model_len,
         )
     logger.info("ready: %s", ", ".join(state.spec.name for state in client.states))
-    return 0
 
 
 async def _drain(server: Server, http: uvicorn.Server, timeout_s: float) -> None:

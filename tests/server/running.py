@@ -19,7 +19,7 @@ from server.metrics import Metrics
 from server.models import Models, ServedModel
 from server.serve import HttpServer, listen
 
-FAKE = "tests.server.fake_engine:make_engines"
+FAKE = "benchmarks.letter_engine:make_engines"
 
 
 class RunningServer:
@@ -83,7 +83,7 @@ class RunningServer:
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         metrics = Metrics([spec.name for spec in self._specs])
         client = EngineClient(
-            self._specs, observer=metrics, factory=self._factory, environment=self._environment
+            self._specs, observers=[metrics], factory=self._factory, environment=self._environment
         )
         metrics.states = client.states
         self.server = Server(Models(self._served, client), metrics, self._http)

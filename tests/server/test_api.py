@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.fake_engine import POISON_NAN, answer_to
+from benchmarks.letter_engine import POISON_NAN, answer_to
 from tests.server.running import RunningServer, metric
 
 

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from benchmarks.letter_engine import POISON_ERROR, POISON_HANG, POISON_KILL, answer_to
 from jpaged.config import EngineConfig
 from server.app import HttpOptions
-from tests.server.fake_engine import POISON_ERROR, POISON_HANG, POISON_KILL, answer_to
 from tests.server.running import RunningServer, metric
 
 LONG = {"model": "tiny", "prompt": "long", "max_tokens": 400}
@@ -32,7 +32,7 @@ def open_request(server: RunningServer, body: dict) -> socket.socket:
 @pytest.fixture(scope="module")
 def slow(tiny_model):
     """Steps of 10 ms."""
-    with RunningServer(tiny_model("gqa"), environment={"FAKE_STEP_S": "0.01"}) as server:
+    with RunningServer(tiny_model("gqa"), environment={"LETTER_STEP_S": "0.01"}) as server:
         yield server
 
 
@@ -91,7 +91,7 @@ def test_a_full_queue_is_said(tiny_model):
     with (
         RunningServer(
             tiny_model("gqa"),
-            environment={"FAKE_STEP_S": "0.02"},
+            environment={"LETTER_STEP_S": "0.02"},
             config=EngineConfig(max_num_seqs=2),
             max_num_queued=3,
         ) as server,
@@ -123,7 +123,7 @@ def test_health_tells_of_a_step_that_hangs(tiny_model):
 @pytest.mark.parametrize("poison", [POISON_ERROR, POISON_KILL])
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_dies_takes_nothing_with_it_but_its_answers(tiny_model, poison, stream):
-    with RunningServer(tiny_model("gqa"), environment={"FAKE_STEP_S": "0.01"}) as server:
+    with RunningServer(tiny_model("gqa"), environment={"LETTER_STEP_S": "0.01"}) as server:
         others = [open_request(server, LONG | {"stream": stream}) for _ in range(2)]
         server.wait_until(lambda: server.state.stats.num_running == 2)
         answer = server.post("/v1/completions", {"model": "tiny", "prompt": poison})
@@ -225,7 +225,7 @@ def test_waves_of_unequal_prompts_get_what_each_gets_alone(slow):
 
 def test_preemption_is_invisible(tiny_model):
     """Case H-05, through the server."""
-    environment = {"FAKE_BLOCKS": "14"}
+    environment = {"LETTER_BLOCKS": "14"}
     config = EngineConfig(max_num_seqs=4, max_model_len=200)
     with RunningServer(tiny_model("gqa"), environment=environment, config=config) as server:
         prompts = [[70 + i] * 40 for i in range(3)]

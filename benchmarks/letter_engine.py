@@ -1,6 +1,10 @@
 """An engine without a model: the real scheduler and blocks, letters for answers, steps that sleep.
 
-It runs in the engine process, like the real one; what it is to do comes in the environment.
+For measuring and testing the server, whose engine process it runs in like the real one:
+
+    jpaged serve --engine-factory benchmarks.letter_engine:make_engines
+
+What it is to do comes in the environment: LETTER_STEP_S, LETTER_BLOCKS.
 """
 
 import os
@@ -15,8 +19,6 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.engine import EngineStats
 from jpaged.request import NO_TOKEN, FinishReason, Request, TokenLogprobs
 from jpaged.sampling_params import SamplingParams
-from server.messages import ModelSpec
-from tests.tiny_models import EOS_TOKEN_ID
 
 # Prompts that make it misbehave.
 POISON_ERROR, POISON_HANG, POISON_KILL, POISON_NAN = "<error>", "<hang>", "<kill>", "<nan>"
@@ -27,10 +29,11 @@ def answer_to(prompt: Sequence[int], count: int) -> str:
     return "".join(chr(ord("a") + (sum(prompt) + i) % 26) for i in range(count))
 
 
-class FakeEngine:
-    """What a model's thread needs of an engine."""
+class LetterEngine:
+    """What a model's thread needs of an engine; names as in `jpaged.engine.Engine`."""
 
     def __init__(self, *, step_s: float, num_blocks: int, max_num_seqs: int, max_model_len: int):
+        """Steps sleep for `step_s` seconds."""
         self.step_s = step_s
         self.num_blocks, self.max_model_len = num_blocks, max_model_len
         self.kv_cache_manager = KVCacheManager(
@@ -52,6 +55,7 @@ class FakeEngine:
 
     @property
     def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
         return self.scheduler.has_unfinished
 
     def add_request(
@@ -64,6 +68,7 @@ class FakeEngine:
         cache_salt: str = "",
         bad_words: Any = (),
     ) -> Request:
+        """Queues a prompt."""
         token_ids = check_ids("prompt_token_ids", prompt_token_ids)
         room = max(self.max_model_len - len(token_ids), 1)
         requests = [
@@ -72,7 +77,7 @@ class FakeEngine:
                 prompt_token_ids=token_ids,
                 params=params,
                 max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-                stop_token_ids=frozenset({EOS_TOKEN_ID, *(params.stop_token_ids or ())}),
+                stop_token_ids=frozenset(params.stop_token_ids or ()),
                 seed=index,
                 priority=priority,
                 cache_salt=cache_salt,
@@ -89,12 +94,15 @@ class FakeEngine:
         return requests[0]
 
     def abort(self, request_id: str) -> None:
+        """Ends a request that nobody wants."""
         self.scheduler.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, stop_reason: str) -> None:
+        """Ends a request at a stop string."""
         self.scheduler.finish(request_id, FinishReason.STOP, stop_reason)
 
     def step(self) -> list[Any]:
+        """A letter for each request."""
         started = time.perf_counter()
         output = self.scheduler.schedule()
         token_ids, logprobs = [], []
@@ -130,19 +138,18 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def close(self) -> None:
-        pass
+        """Nothing to free."""
 
 
-def make_engines(
-    specs: Sequence[ModelSpec], report_of: Callable[[int], Any]
-) -> Iterator[FakeEngine]:
+def make_engines(specs: Sequence[Any], report_of: Callable[[int], Any]) -> Iterator[LetterEngine]:
+    """An engine for each model; of one called "broken", none."""
     for index, spec in enumerate(specs):
         report_of(index)("warming up", 1, 2)
         if spec.path == "broken":
             raise ValueError("this model\ncannot be loaded")
-        yield FakeEngine(
-            step_s=float(os.environ.get("FAKE_STEP_S", "0.001")),
-            num_blocks=int(os.environ.get("FAKE_BLOCKS", "512")),
+        yield LetterEngine(
+            step_s=float(os.environ.get("LETTER_STEP_S", "0.001")),
+            num_blocks=int(os.environ.get("LETTER_BLOCKS", "512")),
             max_num_seqs=spec.config.max_num_seqs or 8,
             max_model_len=spec.config.max_model_len or 512,
         )
