@@ -22,6 +22,7 @@ from jpaged.sampling_params import SamplingParams
 
 # Prompts that make it misbehave.
 POISON_ERROR, POISON_HANG, POISON_KILL, POISON_NAN = "<error>", "<hang>", "<kill>", "<nan>"
+VOCAB_SIZE = 1 << 17
 
 
 def answer_to(prompt: Sequence[int], count: int) -> str:
@@ -70,6 +71,8 @@ class LetterEngine:
     ) -> Request:
         """Queues a prompt."""
         token_ids = check_ids("prompt_token_ids", prompt_token_ids)
+        if not all(0 <= token_id < VOCAB_SIZE for token_id in token_ids):
+            raise ValueError(f"prompt_token_ids: ids go from 0 to {VOCAB_SIZE - 1}")
         room = max(self.max_model_len - len(token_ids), 1)
         requests = [
             Request(
