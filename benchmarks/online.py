@@ -192,7 +192,11 @@ def summarize(
     if args.goodput:
         report["request_goodput"] = sum(_is_good(r, args.goodput) for r in good) / duration
     for name, values in series.items():
-        values = sorted(value * 1e3 for value in values) or [math.nan]
+        values = sorted(value * 1e3 for value in values)
+        if not values:
+            keys = ("mean", "median", "std", *(f"p{s:g}" for s in args.metric_percentiles))
+            report |= {f"{key}_{name}_ms": math.nan for key in keys}
+            continue
         report |= {
             f"mean_{name}_ms": statistics.fmean(values),
             f"median_{name}_ms": statistics.median(values),

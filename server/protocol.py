@@ -162,6 +162,12 @@ class GenerationRequest(BaseModel):
                 f"prompt_logprobs is {self.prompt_logprobs} with stream; it needs stream false",
                 "prompt_logprobs",
             )
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+            raise bad_request(
+                f"best_of is {self.best_of} with stream; which answers are the best shows at the "
+                "end only: leave one out",
+                "best_of",
+            )
         if self.cache_salt is not None:
             is_long = len(self.cache_salt) > 128
             if is_long or not self.cache_salt or any(c in self.cache_salt for c in "@/\\\0"):

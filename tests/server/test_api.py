@@ -190,6 +190,7 @@ BAD = {
         {"model": "tiny", "prompt": "x", "stream_options": {"include_usage": True}},
         400, "stream_options",
     ),
+    "salt": ({"model": "tiny", "prompt": "x", "cache_salt": "a/b"}, 400, "cache_salt"),
     "priority": ({"model": "tiny", "prompt": "x", "priority": 1}, 400, "priority"),
     "too long": ({"model": "tiny", "prompt": "x" * 600}, 400, "prompt"),
     "no room": ({"model": "tiny", "prompt": "x", "max_tokens": 600}, 400, "max_tokens"),
@@ -303,3 +304,32 @@ def test_metrics_count(fake):
     assert metric(after, "vllm:num_requests_running", model_name="tiny") == 0
     assert metric(after, "vllm:gpu_cache_usage_perc") == 0
     assert metric(after, "jpaged:step_gap_seconds_count") > 0
+
+
+def test_the_best_of_several_are_not_streamed(fake):
+    body = {"model": "tiny", "prompt": "x", "n": 1, "best_of": 3, "max_tokens": 4}
+    done = fake.post("/v1/completions", body).json()
+    assert len(done["choices"]) == 1
+    answer = fake.post("/v1/completions", body | {"stream": True})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "best_of"
+
+
+def test_chunks_may_be_fewer(fake):
+    body = {"model": "tiny", "prompt": "few", "max_tokens": 20, "stream": True}
+    lines = fake.post("/v1/completions", body | {"stream_interval": 8}).text.split("\n\n")[:-2]
+    chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    assert "".join(chunk["text"] for chunk in chunks) == expected(fake, "few", 20)
+    assert len(chunks) <= 3
+
+
+def test_prompts_are_cut_only_where_asked(fake):
+    ids = list(range(97, 117))
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 2, "return_token_ids": True}
+    for more, kept in (
+        ({"truncate_prompt_tokens": 5}, ids[-5:]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, ids[:5]),
+        ({"truncate_prompt_tokens": -1}, ids),
+    ):
+        done = fake.post("/v1/completions", body | more).json()
+        assert done["choices"][0]["prompt_token_ids"] == kept
+    assert fake.post("/v1/completions", body | {"truncate_prompt_tokens": 0}).status_code == 400
