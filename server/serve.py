@@ -47,16 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"jpaged: error: {error}", file=sys.stderr)
         return MISTAKE
-    with listening:
-        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-            status = runner.run(serve(options, served, specs, listening, observers))
+    with listening, asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        status = runner.run(serve(options, served, specs, listening, observers))
     for observer in observers:
         observer.close()
     return status
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is, which is not on Windows; half the time for each event."""
+    """Uvloop's where it is, which is not on Windows; half the time for each event."""
     try:
         import uvloop
     except ImportError:
