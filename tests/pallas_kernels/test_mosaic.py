@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention import plan as work
 from pallas_kernels.paged_attention.compat import races
-from pallas_kernels.paged_attention.mosaic import paged_attention_mosaic
 from pallas_kernels.paged_attention.mosaic_decode import decode_form
 from pallas_kernels.paged_attention.mosaic_prefill import prefill_form
 from pallas_kernels.paged_attention.shapes import ModelShape
@@ -177,5 +176,5 @@ def test_forms_of_other_sizes_are_refused():
 def test_caches_of_another_dtype_are_refused():
     batch = plan([(1, 20)])
     cache = batch.kv_cache_layer.astype(jnp.int8)
-    with pytest.raises(ValueError, match="the KV cache is int8; mosaic takes that of q, float32"):
-        paged_attention_mosaic(batch.q, cache, batch.inputs, scale=1.0)
+    with pytest.raises(ValueError, match="mosaic cannot read a cache of int8"):
+        paged_attention(batch.q, cache, batch.inputs, scale=1.0)
