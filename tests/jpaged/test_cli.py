@@ -29,7 +29,7 @@ def run(tiny_model, capsys, monkeypatch):
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llm(tiny_model):
     from jpaged.llm import LLM
 

@@ -42,18 +42,19 @@ def test_every_step_within_the_limits_has_the_smallest_bucket_that_takes_it(
 ):
     for max_num_seqs in range(1, 17):
         buckets = table(max_num_seqs, max_num_batched_tokens, **ladders)
+        of_kind = {
+            is_decode: [bucket for bucket in sorted(buckets) if bucket.is_decode == is_decode]
+            for is_decode in (True, False)
+        }
         for num_tokens in range(1, max_num_batched_tokens + 1):
             for num_rows in range(1, min(max_num_seqs, num_tokens) + 1):
-                bucket = buckets.find(num_tokens, num_rows)
-                assert bucket.is_decode == (num_tokens == num_rows)
-                takes = [
-                    other
-                    for other in buckets
-                    if other.is_decode == bucket.is_decode
-                    and other.num_tokens >= num_tokens
-                    and other.num_rows >= num_rows
-                ]
-                assert bucket == min(takes), (max_num_seqs, num_tokens, num_rows)
+                smallest = next(
+                    bucket
+                    for bucket in of_kind[num_tokens == num_rows]
+                    if bucket.num_tokens >= num_tokens and bucket.num_rows >= num_rows
+                )
+                found = buckets.find(num_tokens, num_rows)
+                assert found == smallest, (max_num_seqs, num_tokens, num_rows)
 
 
 @pytest.mark.parametrize("ladders", LADDERS)
