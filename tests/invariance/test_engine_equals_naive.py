@@ -88,7 +88,16 @@ ARRANGEMENTS = {
 }
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+OPTIMIZED = ("one call", "small pool", "attention by XLA")
+
+
+@pytest.mark.parametrize(
+    "arrangement",
+    [
+        pytest.param(name, marks=pytest.mark.optimized if name in OPTIMIZED else ())
+        for name in ARRANGEMENTS
+    ],
+)
 def test_answers_are_naive_in_every_arrangement(arrangement, tiny_model):
     options = ARRANGEMENTS[arrangement]
     engine = shared_engine(tiny_model("gqa"), **options)

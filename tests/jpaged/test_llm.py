@@ -296,6 +296,7 @@ def smollm2():
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_answers_of_the_real_model_are_those_of_transformers(smollm2, goldens):
     answers = goldens("smollm2-answers")["answers"]
     params = [
@@ -314,6 +315,7 @@ def test_answers_of_the_real_model_are_those_of_transformers(smollm2, goldens):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", ["A", "B"])
 def test_workload_of_a_full_batch_gives_what_each_request_gets_alone(smollm2, name, goldens):
     answers = goldens(f"smollm2-workload-{name}")["answers"]

@@ -126,6 +126,7 @@ def test_streams_of_several_answers_join_to_their_texts_and_best_of_comes_at_the
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_prompt_of_several_answers_is_computed_once():
     """n = 4 on 512 tokens: blocks and computed tokens at most 1.1 times those of n = 1."""
     prompt = np.random.default_rng(31).integers(0, 40000, 512).tolist()

@@ -14,6 +14,8 @@ from tests import tiny_models
 from tests.invariance.engines import Job, answer, shared_engine
 from tests.oracle import assert_same_answer
 
+pytestmark = pytest.mark.optimized
+
 BLOCK_SIZE = 16
 NUM_TOKENS = 320
 

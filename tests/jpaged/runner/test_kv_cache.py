@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jpaged.runner.kv_cache import swap_in, swap_out
 
 
+@pytest.mark.optimized
 def test_blocks_go_to_the_host_and_come_back_elsewhere_in_place():
     random = np.random.default_rng(0)
     before = [random.standard_normal((9, 2, 2, 4, 8), np.float32) for _ in range(3)]

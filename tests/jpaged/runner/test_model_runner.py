@@ -9,6 +9,8 @@ from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.optimized
+
 LIMITS = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,

@@ -18,6 +18,8 @@ from tests.jpaged.runner import sampling_oracle as oracle
 from tests.jpaged.runner.sampler_steps import Steps, make_request
 from tests.jpaged.runner.sampling_oracle import Row
 
+pytestmark = pytest.mark.optimized
+
 NUM_TOKENS_KNOWN = 290
 VOCAB_SIZE = 300
 NUM_POSITIONS = 8192
