@@ -25,6 +25,7 @@ FULL = ModelShape(3, 1, 64, window=70, softcap=20.0, has_sinks=True)
 WIDE = FULL._replace(window=900)
 NOT_SHARED = {"share_prefixes": False}  # spares the prefill kernel where all its items are empty
 TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+ONE_JAX = pytest.mark.one_jax
 
 
 def plan(rows, *, shape=TINY, num_tokens=None, num_rows=None, num_sms=1, tiling=None, **options):
@@ -80,12 +81,14 @@ def assert_attends(batch: Batch) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"shape": FULL},
+        pytest.param({}, marks=ONE_JAX),
+        pytest.param({"shape": FULL}, marks=ONE_JAX),
         {"shape": TINY._replace(num_kv_heads=2), "dtype": "bfloat16"},
-        {"shape": ModelShape(16, 1, 128), "block_size": 32, "dtype": "float16"},
-        {"shape": ModelShape(1, 1, 256), "block_size": 64},
-        {"shape": ModelShape(7, 1, 64), "block_size": 128},
+        pytest.param(
+            {"shape": ModelShape(16, 1, 128), "block_size": 32, "dtype": "float16"}, marks=ONE_JAX
+        ),
+        pytest.param({"shape": ModelShape(1, 1, 256), "block_size": 64}, marks=ONE_JAX),
+        pytest.param({"shape": ModelShape(7, 1, 64), "block_size": 128}, marks=ONE_JAX),
         {"shape": FULL, "tiling": {"decode_rows": 64, **NOT_SHARED}},
     ],
     ids=str,
@@ -96,24 +99,24 @@ def test_decode_rows_attend(options):
     assert_attends(plan(rows, num_tokens=4, num_rows=4, **{"tiling": NOT_SHARED} | options))
 
 
-@pytest.mark.parametrize("shape", [TINY, FULL], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param(TINY, marks=ONE_JAX), FULL], ids=str)
 def test_prompt_chunks_attend_beside_decode_rows(shape):
     assert_attends(plan([(70, 200), (1, 100), (3, 3)], num_tokens=80, shape=shape))
 
 
-@pytest.mark.one_jax
+@ONE_JAX
 def test_one_warpgroup_attends_to_a_prompt():
     assert_attends(plan([(30, 130)], shape=ModelShape(4, 1, 256), tiling={"tile_rows": 64}))
 
 
-@pytest.mark.parametrize("shape", [TINY, WIDE], ids=str)
+@pytest.mark.parametrize("shape", [TINY, pytest.param(WIDE, marks=ONE_JAX)], ids=str)
 def test_split_rows_are_merged(shape):
     batch = plan([(1, 1000), (1, 10)], shape=shape, num_sms=2)
     assert_split(batch)
     assert_attends(batch)
 
 
-@pytest.mark.one_jax
+@ONE_JAX
 def test_rows_that_share_a_prefix_are_answered_as_if_alone():
     shape = TINY._replace(has_sinks=True)
     rows = [(1, 1041), (1, 1100), (1, 1060), (1, 1048)]
@@ -122,7 +125,7 @@ def test_rows_that_share_a_prefix_are_answered_as_if_alone():
     assert_attends(batch)
 
 
-@pytest.mark.one_jax
+@ONE_JAX
 def test_windows_that_the_plan_does_not_know_are_kept():
     """Layers of one model may differ; items that end before a layer's window give nothing."""
     rows = [(1, 1041), (1, 1100), (1, 1060), (1, 1048)]
@@ -132,7 +135,7 @@ def test_windows_that_the_plan_does_not_know_are_kept():
     assert_attends(windowed._replace(inputs=windowed.inputs._replace(plan=planned)))
 
 
-@pytest.mark.one_jax
+@ONE_JAX
 def test_triton_may_take_the_prefill():
     batch = plan([(40, 100), (1, 30)], num_tokens=48)
     kernels = batch.inputs.plan.kernels
@@ -140,7 +143,7 @@ def test_triton_may_take_the_prefill():
     assert_attends(batch._replace(inputs=batch.inputs._replace(plan=mixed)))
 
 
-@pytest.mark.one_jax
+@ONE_JAX
 def test_log_sum_exp_is_returned_on_request():
     rows = [(20, 90), (1, 700), (1, 5)]
     batch = plan(rows, shape=WIDE, num_tokens=24, num_sms=2)

@@ -26,6 +26,7 @@ from tests.pallas_kernels.attention_batches import Batch, make_batch, with_plan
 
 PLAIN = ModelShape(8, 4, 16)
 WITH_ALL = ModelShape(8, 4, 16, window=100, softcap=20.0, has_sinks=True)
+ONE_JAX = pytest.mark.one_jax
 MIXED = [(65, 65), (1, 40), (17, 300), (1, 1)]
 HEADS_SECOND = PartitionSpec(None, "tensor")
 COLLECTIVE = re.compile(
@@ -99,8 +100,14 @@ def on_one_device(backend: str, shape: ModelShape) -> tuple[Batch, jax.Array]:
     return batch, attend(batch.q, batch.kv_cache_layer, plan_for(batch, backend, 1).inputs)
 
 
-@pytest.mark.parametrize("shape", [PLAIN, WITH_ALL], ids=["plain", "all features"])
-@pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(PLAIN, marks=ONE_JAX), WITH_ALL],
+    ids=["plain", "all features"],
+)
+@pytest.mark.parametrize(
+    "num_devices", [pytest.param(1, marks=ONE_JAX), 2, pytest.param(4, marks=ONE_JAX)]
+)
 @pytest.mark.parametrize("backend", ["cpu", "xla", "triton"])
 def test_split_heads_give_what_one_device_gives(backend, num_devices, shape):
     """Bit by bit in the kernel, since heads do not know each other; XLA fuses as it likes."""

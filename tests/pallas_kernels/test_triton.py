@@ -15,6 +15,10 @@ from tests.pallas_kernels.attention_batches import Batch, make_batch, with_plan
 
 TINY = ModelShape(4, 2, 16)
 WITH_SINKS = TINY._replace(has_sinks=True)
+ONE_JAX = pytest.mark.one_jax
+with_and_without_sinks = pytest.mark.parametrize(
+    "shape", [pytest.param(TINY, marks=ONE_JAX), WITH_SINKS]
+)
 
 
 def attend(batch: Batch, **options) -> Any:
@@ -38,7 +42,7 @@ def assert_attends(batch: Batch) -> None:
     np.testing.assert_array_equal(log_sum_exp[count:], -np.inf)
 
 
-@pytest.mark.parametrize("shape", [TINY, WITH_SINKS])
+@with_and_without_sinks
 def test_split_rows_are_merged(shape):
     rows = [(1, 3000), (1, 10), (1, 900)]
     batch = make_batch(rows, shape=shape, num_tokens=4, num_rows=4, max_context=3008)
@@ -48,7 +52,7 @@ def test_split_rows_are_merged(shape):
     assert_attends(planned)
 
 
-@pytest.mark.parametrize("shape", [TINY, WITH_SINKS])
+@with_and_without_sinks
 def test_rows_that_share_a_prefix_are_answered_as_if_alone(shape):
     rows = [(1, 1100), (1, 1089), (1, 1500), (1, 1041), (1, 1600), (1, 1090)]
     batch = make_batch(
@@ -61,7 +65,7 @@ def test_rows_that_share_a_prefix_are_answered_as_if_alone(shape):
     assert_attends(with_plan(batch, "triton", share_prefixes=False))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=ONE_JAX), "bfloat16"])
 def test_half_precision_is_close(dtype):
     batch = make_batch(
         [(1, 700), (40, 300), (2, 2)], shape=TINY, num_tokens=48, num_rows=4, dtype=dtype,
@@ -97,7 +101,9 @@ def test_every_byte_is_read_as_what_it_stands_for(dtype):
         np.testing.assert_array_equal(values[is_known] * UNITS[dtype], expected[is_known])
 
 
-@pytest.mark.parametrize("window", [20, 300, 1050])
+@pytest.mark.parametrize(
+    "window", [20, *(pytest.param(window, marks=ONE_JAX) for window in (300, 1050))]
+)
 def test_windows_that_the_plan_does_not_know_are_kept(window):
     """Layers of one model may differ; items that end before a layer's window give nothing."""
     rows = [(1, 1100), (1, 1089), (1, 1500), (1, 1041), (60, 1560)]

@@ -948,6 +948,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.pytestmark = [pytest.mark.one_jax]  # it knows no JAX, and takes its time
 
 
 @settings(max_examples=20, deadline=None)
