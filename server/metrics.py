@@ -45,16 +45,20 @@ class Metrics(Observer):
         self.registry = CollectorRegistry()
         self.states: Sequence[EngineState] = ()
         self._num_computed, self._num_generated = [0.0] * len(names), [0.0] * len(names)
+        self._histograms: dict[str, Histogram] = {}
         tokens = _one_two_five(max_model_len)
 
         def counter(name: str, text: str, *labels: str) -> list[Any]:
             made = Counter(
                 f"vllm:{name}", text, ["model_name", "engine", *labels], registry=self.registry
             )
-            return [_Labelled(made, model, index) for index, model in enumerate(names)]
+            own = (
+                [made.labels(model, str(i)) for i, model in enumerate(names)] if not labels else ()
+            )
+            return list(own) or [_Labelled(made, model, i) for i, model in enumerate(names)]
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> list[Any]:
-            made = Histogram(
+            made = self._histograms[name] = Histogram(
                 f"vllm:{name}",
                 text,
                 ["model_name", "engine"],
@@ -89,9 +93,6 @@ class Metrics(Observer):
         )
         self._between = histogram(
             "inter_token_latency_seconds", "Between two tokens of an answer.", _TOKEN_S
-        )
-        self._between_old = histogram(
-            "time_per_output_token_seconds", "inter_token_latency_seconds' old name.", _TOKEN_S
         )
         self._per_token = histogram(
             "request_time_per_output_token_seconds", "Mean between tokens.", _TOKEN_S
@@ -137,6 +138,11 @@ class Metrics(Observer):
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
+    @property
+    def between_tokens(self) -> Histogram:
+        """The time between tokens, of all models."""
+        return self._histograms["inter_token_latency_seconds"]
+
     def token_counts(self, model: int) -> tuple[float, float]:
         """Prompt tokens computed and tokens generated so far, by a model."""
         return self._num_computed[model], self._num_generated[model]
@@ -162,7 +168,6 @@ class Metrics(Observer):
         self._num_generated[model] += len(tokens.token_ids)
         for seconds in times.intervals:
             self._between[model].observe(seconds)
-            self._between_old[model].observe(seconds)
         times.intervals.clear()
         if times.first_token and not times.is_counted:
             times.is_counted = True
@@ -283,6 +288,14 @@ class _Standing:
                 buckets.append((str(bound), total))
             gaps.add_metric(label, buckets, state.stats.gap_s)
         yield gaps
+        # What was renamed goes by its old name too, counted once.
+        old = "vllm:time_per_output_token_seconds"
+        for metric in self._metrics.between_tokens.collect():
+            alias = Metric(old, "inter_token_latency_seconds' old name.", "histogram")
+            for sample in metric.samples:
+                suffix = sample.name.removeprefix(metric.name)
+                alias.samples.append(sample._replace(name=old + suffix))
+            yield alias
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason", "Requests that wait.", labels=[*labels, "reason"]
         )
