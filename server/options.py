@@ -52,6 +52,7 @@ GONE_FLAGS: Mapping[str, tuple[int, str]] = {
     # (arguments, what to say)
     "--disable-log-requests": (0, "requests are not logged unless --enable-log-requests asks"),
     "--disable-log-stats": (0, "give --log-stats-interval 0 to have no line every 10 s"),
+    "--enforce-eager": (0, "every step is a compiled program; `jpaged warmup` compiles ahead"),
     "--swap-space": (1, "preempted requests are computed again; nothing is swapped to the CPU"),
     "--preemption-mode": (1, "preempted requests are computed again, always"),
     "--use-v2-block-manager": (0, "there is one block manager"),
@@ -81,9 +82,6 @@ REFUSED_FLAGS: Mapping[str, tuple[tuple[str, ...], str]] = {
         (), "code that comes with a checkpoint is never run; convert the model, or use a family "
         "that jpaged knows"
     ),
-    "--enforce-eager": (
-        (), "every step is a compiled program; `jpaged warmup` compiles ahead, and what was is kept"
-    ),
     "--quantization": (("none",), "quantised weights are not offered yet"),
     "--kv-cache-dtype": (("auto",), "the cache has the dtype of the model"),
     "--tensor-parallel-size": (("1",), "a model runs on one device"),
@@ -111,7 +109,7 @@ REFUSED_FLAGS: Mapping[str, tuple[tuple[str, ...], str]] = {
 }  # fmt: skip
 _NO_ARGUMENT = frozenset(
     {
-        "--trust-remote-code", "--enforce-eager", "--skip-tokenizer-init", "--enable-lora",
+        "--trust-remote-code", "--skip-tokenizer-init", "--enable-lora",
         "--enable-auto-tool-choice", "--enable-reasoning", "--enable-sleep-mode",
         "--enable-prompt-embeds",
     }
@@ -149,8 +147,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine("--max-num-seqs", type=int, metavar="N", help="requests in one step at most")
     engine("--max-num-batched-tokens", type=_size, metavar="N", help="tokens in one step at most")
     engine("--block-size", type=int, default=16, metavar="N", help="tokens per KV block")
-    engine("--gpu-memory-utilization", type=float, default=0.9, metavar="X",
-           help="share of memory for weights, workspace and KV cache (default: 0.9)")  # fmt: skip
+    engine("--gpu-memory-utilization", type=float, default=0.92, metavar="X",
+           help="share of memory for weights, workspace and KV cache (default: 0.92)")  # fmt: skip
     engine("--kv-cache-memory-bytes", type=_size, metavar="N", help="KV cache of all models")
     engine("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks of each model")
     engine("--kv-cache-share", action="append", nargs="+", default=[], metavar="NAME=X",
