@@ -11,26 +11,32 @@ logger = logging.getLogger("server.stats")
 
 async def log_stats(client: EngineClient, metrics: Metrics, interval_s: float) -> None:
     """Logs a line for each model and interval in which something happened; runs for ever."""
-    before = [(0.0, 0.0, 0, 0)] * len(client.states)
+
+    def count(index: int) -> tuple[float, float, int, int]:
+        stats = client.states[index].stats
+        return *metrics.token_counts(index), stats.cache_queries, stats.cache_hits
+
+    before = [count(index) for index in range(len(client.states))]
     while True:
         await asyncio.sleep(interval_s)
         for index, state in enumerate(client.states):
             stats = state.stats
-            computed, generated = metrics.token_counts(index)
-            last_computed, last_generated, last_queries, last_hits = before[index]
-            before[index] = computed, generated, stats.cache_queries, stats.cache_hits
-            num_queries = stats.cache_queries - last_queries
-            hit_rate = (stats.cache_hits - last_hits) / num_queries if num_queries else 0.0
+            now = count(index)
+            computed, generated, num_queries, num_hits = (
+                new - old for new, old in zip(now, before[index], strict=True)
+            )
+            before[index] = now
+            hit_rate = num_hits / num_queries if num_queries else 0.0
             num_blocks = stats.blocks_in_use + stats.blocks_free
-            is_idle = generated == last_generated and not stats.num_running
+            is_idle = not generated and not stats.num_running
             logger.log(
                 logging.DEBUG if is_idle else logging.INFO,
                 "Engine %03d: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: "
                 "%.1f tokens/s, Running: %d reqs, Waiting: %d reqs, GPU KV cache usage: %.1f%%, "
                 "Prefix cache hit rate: %.1f%%",
                 index,
-                (computed - last_computed) / interval_s,
-                (generated - last_generated) / interval_s,
+                computed / interval_s,
+                generated / interval_s,
                 stats.num_running,
                 stats.num_waiting,
                 100 * stats.blocks_in_use / max(1, num_blocks),

@@ -66,7 +66,7 @@ def test_a_first_token_is_one_with_text_and_failures_count_as_such(monkeypatch, 
     report = measure(monkeypatch, [1, 2, 3, 4], "--goodput", "ttft:1000")
     assert (report["completed"], report["failed"]) == (1, 3)
     assert report["total_output_tokens"] == 12 and report["total_input_tokens"] == 5
-    assert 300 <= report["mean_ttft_ms"] < 360
+    assert 300 <= report["mean_ttft_ms"] < 1000  # and not that of the first chunk
     whole = report["mean_e2el_ms"] - report["mean_ttft_ms"]
     assert report["mean_tpot_ms"] == pytest.approx(whole / 11)
     assert report["mean_itl_ms"] == pytest.approx(whole / 9)

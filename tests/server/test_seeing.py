@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.metrics import _one_two_five
@@ -60,11 +62,15 @@ def test_the_log_line_is_vllm_s(fake, caplog):
     with caplog.at_level(logging.INFO, "server.stats"):
         asyncio.run(run())
     lines = [record.message for record in caplog.records]
-    assert any(
-        line.startswith("Engine 000: Avg prompt throughput: ")
-        and "Avg generation throughput: 100.0 tokens/s, Running: 0 reqs, Waiting: 0 reqs" in line
-        for line in lines
-    ), lines
+    pattern = (
+        r"Engine 000: Avg prompt throughput: \S+ tokens/s, Avg generation throughput: (\S+) "
+        r"tokens/s, Running: \d+ reqs, Waiting: \d+ reqs, GPU KV cache usage: \S+%, "
+        r"Prefix cache hit rate: \S+%"
+    )
+    found = [re.fullmatch(pattern, line) for line in lines]
+    assert lines and all(found), lines
+    # 30 tokens, in one interval or spread over several.
+    assert sum(0.3 * float(match[1]) for match in found if match) == pytest.approx(30, abs=0.5)
 
 
 def test_a_span_of_each_prompt_joins_the_caller_s_trace(fake):

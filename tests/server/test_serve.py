@@ -97,7 +97,7 @@ def test_sigterm_without_time_ends_answers_as_they_are(tiny_model):
         answer = read_to_the_end(sock)
         assert b'"finish_reason":"abort"' in answer and b"[DONE]" in answer
         server.ends_with(0)
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 10
 
 
 def test_a_second_signal_ends_at_once(tiny_model):
@@ -110,7 +110,7 @@ def test_a_second_signal_ends_at_once(tiny_model):
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("stopping; once more ends at once")
         server.process.send_signal(signal.SIGTERM)
-        server.ends_with(128 + signal.SIGTERM, seconds=3)
+        server.ends_with(128 + signal.SIGTERM, seconds=10)
 
 
 def test_an_engine_that_is_killed_ends_the_server_after_its_last_words(tiny_model):
