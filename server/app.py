@@ -33,7 +33,7 @@ from server.protocol import (
     GenerationRequest,
     TokenizeRequest,
     parse,
-)  # fmt: skip
+)
 from server.responses import EventStream, first_event, read_body, unless_gone
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,6 @@ class HttpOptions:
         allowed_methods: Likewise.
         allowed_headers: Likewise.
         allow_credentials: Likewise.
-        root_path: That a proxy has cut off.
         logs_requests: Whether each is a line in the log.
     """
 
@@ -70,7 +69,6 @@ class HttpOptions:
     allowed_methods: Sequence[str] = ("*",)
     allowed_headers: Sequence[str] = ("*",)
     allow_credentials: bool = False
-    root_path: str = ""
     logs_requests: bool = False
 
 

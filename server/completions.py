@@ -12,7 +12,7 @@ from server.answers import (
     choice_end,
     describe_prompt_logprobs,
     stream,
-)  # fmt: skip
+)
 from server.errors import bad_request
 from server.generation import Delta
 from server.models import Models

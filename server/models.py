@@ -26,7 +26,6 @@ class ServedModel:
         path: Where it came from.
         tokenizer: Its own.
         defaults: Fields of `SamplingParams`, from its generation_config.json.
-        max_model_len: Once its engine is ready.
         chat_template: Instead of the tokenizer's.
         content_format: What the template takes: "auto", "string" or "openai".
         trusts_templates: Whether requests may bring their own.
@@ -144,7 +143,7 @@ class Models:
         """The prompt as it was asked to be cut; refuses what does not fit.
 
         Raises:
-            ApiError: If it is empty or too long, or priorities are asked for that do not count.
+            ApiError: If it is empty or too long.
         """
         limit = self.max_model_len(model)
         wanted = request.truncate_prompt_tokens
@@ -200,7 +199,7 @@ class Models:
         """Sends a prompt to the engine.
 
         Raises:
-            ApiError: If the model cannot serve.
+            ApiError: If the model cannot serve, or its scheduler knows no priorities.
         """
         if request.priority and not model.takes_priorities:
             raise bad_request(

@@ -1,7 +1,6 @@
 """The flags of `jpaged serve`: vLLM's names and defaults wherever jpaged has the thing."""
 
 import argparse
-import logging
 import os
 import re
 import sys
@@ -14,8 +13,6 @@ import yaml
 
 from jpaged.config import ATTENTION_BACKENDS, LOGPROBS_MODES, EngineConfig
 from server.app import HttpOptions
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2"
 
@@ -256,7 +253,6 @@ def read_options(arguments: Sequence[str], environment: Mapping[str, str]) -> Op
         allowed_methods=args.allowed_methods,
         allowed_headers=args.allowed_headers,
         allow_credentials=args.allow_credentials,
-        root_path=args.root_path,
         logs_requests=args.enable_log_requests,
     )
     return Options(models, _engine_config(args), http, args.host, args.port, args)

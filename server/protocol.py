@@ -21,7 +21,7 @@ MAX_ERRORS_SHOWN, MAX_VALUE_SHOWN = 10, 200
 HARMLESS = frozenset(
     {
         "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "session_id", "spaces", "service_tier", "reasoning_effort_summary",
+        "session_id", "service_tier",
     }
 )  # fmt: skip
 
@@ -145,9 +145,8 @@ class GenerationRequest(BaseModel):
         for name, value in (self.model_extra or {}).items():
             allowed = UNSUPPORTED.get(name)
             if allowed is not None and not any(_same(value, entry) for entry in allowed):
-                hint = "; `tools: []` is refused too" if name == "tools" and value == [] else ""
                 raise bad_request(
-                    f"{name} is {_shown(value)}; jpaged does not offer it: leave it out{hint}", name
+                    f"{name} is {_shown(value)}; jpaged does not offer it: leave it out", name
                 )
         if self.stream_options is not None and not self.stream:
             raise bad_request(
