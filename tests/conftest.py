@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import jax
 import pytest
 
@@ -25,6 +26,9 @@ COMPILE_FAST = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
 )
+
+
+hypothesis.settings.register_profile("few", max_examples=20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

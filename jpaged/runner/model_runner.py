@@ -36,6 +36,7 @@ from jpaged.runner.step_inputs import (
 )
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels.paged_attention import Kernels
+from pallas_kernels.paged_attention.plan import compile_planner
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +219,8 @@ class ModelRunner:
             show_progress: Draws a progress bar.
             report: Takes how many programs are ready, of how many, each time that changes.
         """
+        if self._layout.kernels is not None and self._layout.kernels.tiling is not None:
+            compile_planner()
         names: list[Any] | None = None
         if buckets is not None:
             names = list(buckets)

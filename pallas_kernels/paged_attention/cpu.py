@@ -15,12 +15,12 @@ from jaxtyping import Array, Float
 from numba import types
 
 from pallas_kernels import xla_ffi
+from pallas_kernels.machine_code import callback, compiled, once, source_version
 from pallas_kernels.paged_attention.inputs import AttentionInputs
-from pallas_kernels.xla_ffi import callback, compiled
 
 DTYPES = ("float32", "bfloat16")
 
-_VERSION = xla_ffi.source_version(__file__)
+_VERSION = source_version(__file__, xla_ffi.__file__)
 
 _TARGET = "jpaged_paged_attention"
 _TASK = "jpaged_paged_attention_task"
@@ -65,7 +65,7 @@ def paged_attention_cpu(
     )
 
 
-@xla_ffi.once
+@once
 def _register() -> None:
     """Compiles the handler, or loads it from disk, and tells XLA its name, once in a process."""
     # Made here and not at import, which must stay cheap.

@@ -1,20 +1,25 @@
 """The work list of the GPU kernels: which query tokens read which part of which block table.
 
-Pure NumPy on the host, which knows all lengths. A step's attention is a list of **items**: the
-query heads of one KV head for some tokens against a range of one table. One list expresses split-KV
-(several items for the same tokens), sliding windows (a late begin), ragged batches of prefill
-chunks and decode rows (long and short items), and shared prefixes (one item whose tokens belong to
-many requests). Where tokens have several items, their partial results are merged afterwards.
+Made on the host, which knows all lengths, by compiled loops (docs/decisions/018). A step's
+attention is a list of **items**: the query heads of one KV head for some tokens against a range of
+one table. One list expresses split-KV (several items for the same tokens), sliding windows (a late
+begin), ragged batches of prefill chunks and decode rows (long and short items), and shared prefixes
+(one item whose tokens belong to many requests). Where tokens have several items, their partial
+results are merged afterwards.
 
 The idea of planning on the host is FlashInfer's (https://arxiv.org/abs/2501.01005), merging partial
 softmax results FlashDecoding's, sharing the reads of a prefix Hydragen's
 (https://arxiv.org/abs/2402.05099).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
+
+from pallas_kernels.machine_code import compiled, entry_point, once, source_version
 
 # Columns of an item.
 INDEX_START, NUM_TOKENS, TABLE_ROW, KV_BEGIN, KV_END, PARTIAL_START = range(6)
@@ -30,6 +35,10 @@ _MIN_SHARED_TOKENS = 1024
 _MIN_SHARING_ROWS = 4
 _PARTS_PER_SLOT = 4  # at most, when splitting; and one per item that is not split
 _MAX_PARTS = 8  # of one row, where the split may not depend on the batch
+_NO_WINDOW = 2**31 - 1
+_SOME_PARTIAL = 0  # until partial results are numbered
+
+_VERSION = source_version(__file__)
 
 
 @dataclass(frozen=True)
@@ -116,10 +125,10 @@ class PlanSizes(NamedTuple):
 
 
 class PlanArrays(NamedTuple):
-    """A plan's arrays, int32, padded with 0; made for a bucket by `plan_sizes`.
+    """A plan's arrays, int32; made for a bucket by `plan_sizes`.
 
     Attributes:
-        decode_items: `[D, 8]`; columns are this module's constants; surplus items have 0 tokens.
+        decode_items: `[D, 8]`; columns are this module's constants; surplus items are 0.
         tile_items: `[E, 8]`.
         token_index: `[I]`; item tokens `INDEX_START : INDEX_START + NUM_TOKENS` are these of the
             step.
@@ -178,37 +187,6 @@ def cut_arrays(buffer: Any, sizes: PlanSizes) -> PlanArrays:
     return PlanArrays(*pieces)
 
 
-# What a row's tokens see, read by this item alone.
-_NEW_ITEM = np.array([0, 0, 0, 0, TO_THE_END, NO_PARTIAL, 0, 0], np.int32)
-_SOME_PARTIAL = 0  # until partial results are numbered
-
-
-class _Groups(NamedTuple):
-    """Rows that share a prefix.
-
-    Attributes:
-        rows: Of all groups, one group after the other.
-        sizes: Rows of each group.
-        ends: Tokens that each group shares.
-    """
-
-    rows: np.ndarray
-    sizes: np.ndarray
-    ends: np.ndarray
-
-    @property
-    def firsts(self) -> np.ndarray:
-        """Where each group begins in `rows`."""
-        return self.sizes.cumsum() - self.sizes
-
-    def where(self, is_kept: np.ndarray) -> "_Groups":
-        """Some of the groups."""
-        if is_kept.all():
-            return self
-        rows = self.rows[is_kept.repeat(self.sizes)]
-        return _Groups(rows, self.sizes[is_kept], self.ends[is_kept])
-
-
 def fill_plan(
     arrays: PlanArrays,
     tiling: Tiling,
@@ -221,7 +199,7 @@ def fill_plan(
     """Plans one step.
 
     Args:
-        arrays: Zeroed arrays of the bucket's sizes, to be filled.
+        arrays: Of the bucket's sizes; what they hold does not matter.
         tiling: What the kernels were compiled for.
         query_start_loc: First token of each row in use, and the number of tokens: `[B + 1]`.
         seq_lens: Tokens of each row in the cache after the step's write.
@@ -229,221 +207,330 @@ def fill_plan(
         window: The longest of the layers that the plan is for: tokens that a token sees at most,
             itself included. `None`: there is a layer that sees all.
     """
-    starts = query_start_loc[:-1]
-    counts = query_start_loc[1:] - starts
-    computed = seq_lens - counts  # tokens that were in the cache before the step
-    num_rows, num_tokens = len(counts), int(query_start_loc[-1])
-    numbers = np.arange(num_tokens, dtype=np.int32)
-    arrays.token_index[:num_tokens] = numbers
-
-    rows = _new_items(num_rows)
-    rows[:, INDEX_START] = starts
-    rows[:, NUM_TOKENS] = counts
-    rows[:, TABLE_ROW] = numbers[:num_rows]
-    if window is not None:
-        rows[:, KV_BEGIN] = _first_seen(computed, window)
-    is_short, tiles = None, rows[:0]
-    if num_tokens > num_rows and counts.max() > tiling.decode_tokens:
-        is_short = counts <= tiling.decode_tokens
-        tiles = _cut_tokens(rows.compress(~is_short, axis=0), tiling.tile_tokens)
-        # A token's position is its index and this, which depends on its row.
-        positions = tiles[:, INDEX_START] + (computed - starts)[tiles[:, TABLE_ROW]]
-        tiles[:, KV_END] = positions + tiles[:, NUM_TOKENS]
-        if window is not None:
-            tiles[:, KV_BEGIN] = _first_seen(positions, window)
-
-    groups = None
-    if tiling.can_share and window is None:
-        groups = _find_shared_prefixes(tiling, computed, is_short, block_tables)
-    if groups is not None:
-        groups = _fit(groups, counts, tiling, len(arrays.tile_items) - len(tiles))
-    if groups is not None and len(groups.sizes):
-        shared = _share(arrays, tiling, groups, rows, num_tokens)
-        rest = rows.copy()
-        rest[groups.rows, KV_BEGIN] = groups.ends.repeat(groups.sizes)
-        rest[groups.rows, PARTIAL_START] = _SOME_PARTIAL
-        if _cut_and_fill(arrays, tiling, seq_lens, _select(rest, is_short), tiles, shared):
-            return
-    # There is nothing to share, or no room for its partial results.
-    is_filled = _cut_and_fill(arrays, tiling, seq_lens, _select(rows, is_short), tiles)
-    assert is_filled
-
-
-def _find_shared_prefixes(
-    tiling: Tiling, computed: np.ndarray, is_short: np.ndarray | None, block_tables: np.ndarray
-) -> _Groups | None:
-    """Finds rows whose tables begin with the same blocks.
-
-    Rows are grouped by the shortest prefix that counts; each group shares what all of it have in
-    common, even if half of it has more.
-
-    Args:
-        tiling: For the block size.
-        computed: Tokens of each row that were in the cache before the step; only they are shared.
-        is_short: Rows that may share; `None`: all.
-        block_tables: Block ids of each row.
-    """
-    num_blocks = -(-_MIN_SHARED_TOKENS // tiling.block_size)
-    is_candidate = computed >= num_blocks * tiling.block_size
-    if is_short is not None:
-        is_candidate &= is_short
-    rows = is_candidate.nonzero()[0]
-    if len(rows) < _MIN_SHARING_ROWS:
-        return None
-    # Candidates are rows that share the last block of the shortest prefix.
-    last = block_tables[rows, num_blocks - 1]
-    order = last.argsort(kind="stable")
-    rows, last = rows[order], last[order]
-    if not (last[_MIN_SHARING_ROWS - 1 :] == last[: 1 - _MIN_SHARING_ROWS]).any():
-        return None
-    is_first = np.empty(len(rows) + 1, bool)
-    is_first[0] = is_first[-1] = True
-    np.not_equal(last[1:], last[:-1], out=is_first[1:-1])
-    borders = is_first.nonzero()[0]
-    sizes = borders[1:] - borders[:-1]
-    ends = np.minimum.reduceat(computed[rows], borders[:-1])
-    groups = _Groups(rows, sizes, ends).where(sizes >= _MIN_SHARING_ROWS)
-    # Blocks that each row has in common with the row before it.
-    most = int(groups.ends.max()) // tiling.block_size
-    tables = block_tables[groups.rows, :most]
-    is_other = np.empty((len(tables), most + 1), bool)
-    is_other[:, most] = True
-    np.not_equal(tables[1:], tables[:-1], out=is_other[1:, :most])
-    num_equal = is_other.argmax(axis=1)
-    firsts = groups.firsts
-    num_equal[firsts] = most
-    ends = np.minimum.reduceat(num_equal, firsts) * tiling.block_size
-    groups = groups._replace(ends=_round_down(np.minimum(ends, groups.ends)))
-    groups = groups.where(groups.ends >= _MIN_SHARED_TOKENS)
-    return groups if len(groups.sizes) else None
-
-
-def _fit(groups: _Groups, counts: np.ndarray, tiling: Tiling, room: int) -> _Groups:
-    """The groups for whose tiles there is room; those that save the most reads come first."""
-    num_tiles = -(-np.add.reduceat(counts[groups.rows], groups.firsts) // tiling.tile_tokens)
-    if num_tiles.sum() <= room:
-        return groups
-    order = (-(groups.sizes - 1) * groups.ends).argsort(kind="stable")
-    is_kept = np.zeros(len(order), bool)
-    is_kept[order] = num_tiles[order].cumsum() <= room
-    return groups.where(is_kept)
-
-
-def _share(
-    arrays: PlanArrays, tiling: Tiling, groups: _Groups, rows: np.ndarray, num_tokens: int
-) -> np.ndarray:
-    """The tokens of each group against its shared prefix; lists them in `token_index`."""
-    members, firsts = rows.take(groups.rows, axis=0), groups.firsts
-    counts = members[:, NUM_TOKENS]
-    tokens = _count_up(members[:, INDEX_START], counts)
-    arrays.token_index[num_tokens : num_tokens + len(tokens)] = tokens
-    items = members.take(firsts, axis=0)
-    sizes = np.add.reduceat(counts, firsts)
-    items[:, INDEX_START] = num_tokens + sizes.cumsum() - sizes
-    items[:, NUM_TOKENS] = sizes
-    items[:, KV_END] = groups.ends
-    items[:, PARTIAL_START] = _SOME_PARTIAL
-    return _cut_tokens(items, tiling.tile_tokens)
-
-
-def _cut_and_fill(
-    arrays: PlanArrays,
-    tiling: Tiling,
-    seq_lens: np.ndarray,
-    decode: np.ndarray,
-    *tiles: np.ndarray,
-) -> bool:
-    """Fills a plan if there is room for it, with longer parts if it must be."""
-    items, num_decode = np.concatenate([decode, *tiles]), len(decode)
-    lengths = _lengths(items, seq_lens)
-    if tiling.fixed_split:
-        chunks = _round_up(np.maximum(tiling.fixed_split, -(-lengths // _MAX_PARTS)))
-        # There is always room for the parts of one token per row, prompts' last tiles not counted.
-        is_cut = items[:, NUM_TOKENS] == 1
-        is_cut[num_decode:] = False
-        chunks = np.where(is_cut, chunks, lengths)
-        return _fill(arrays, seq_lens, items, num_decode, lengths, chunks)
-    chunks = np.empty_like(lengths)
-    chunks[:num_decode] = _choose_chunk(lengths[:num_decode], tiling.decode_slots, _PARTS_PER_SLOT)
-    # Partial results of a tile are large: half as many.
-    chunks[num_decode:] = _choose_chunk(
-        lengths[num_decode:], tiling.tile_slots, _PARTS_PER_SLOT // 2
+    is_filled = compile_planner()(
+        *arrays,
+        np.ascontiguousarray(query_start_loc, np.int32),
+        np.ascontiguousarray(seq_lens, np.int32),
+        np.ascontiguousarray(block_tables, np.int32),
+        tiling.block_size,
+        tiling.decode_tokens,
+        tiling.tile_tokens,
+        tiling.decode_slots,
+        tiling.tile_slots,
+        tiling.fixed_split,
+        tiling.can_share and window is None,
+        _NO_WINDOW if window is None else window,
     )
-    for _ in range(3):
-        if _fill(arrays, seq_lens, items, num_decode, lengths, chunks):
-            return True
-        chunks *= 2
-    return _fill(arrays, seq_lens, items, num_decode, lengths, lengths)
+    assert is_filled, "plan_sizes made a plan's arrays too short"
 
 
-def _fill(
-    arrays: PlanArrays,
-    seq_lens: np.ndarray,
-    items: np.ndarray,
-    num_decode: int,
-    lengths: np.ndarray,
-    chunks: np.ndarray,
-) -> bool:
-    """Cuts items into parts and fills a plan, or says that there is no room for them.
+@once
+def compile_planner() -> Callable[..., bool]:
+    """Compiles what fills plans, or loads it from disk, once in a process.
 
-    Args:
-        arrays: To be filled.
-        seq_lens: As in `fill_plan`.
-        items: Decode items, then tiles.
-        num_decode: How many of them are decode items.
-        lengths: Tokens that each item reads.
-        chunks: Tokens that each of its parts reads at most.
+    To be called before the first plan where its seconds would be missed.
     """
-    if (lengths > chunks).any():
-        num_parts = -(-lengths // chunks)
-        items = _cut_ranges(items, num_parts, chunks)
-        lengths = _lengths(items, seq_lens)
-        num_decode = int(num_parts[:num_decode].sum())
-    num_tiles = len(items) - num_decode
-    if num_decode > len(arrays.decode_items) or num_tiles > len(arrays.tile_items):
-        return False
-    merged = (items[:, PARTIAL_START] != NO_PARTIAL).nonzero()[0]
-    if len(merged):
-        sizes = items[merged, NUM_TOKENS]
-        tokens = arrays.token_index[_count_up(items[merged, INDEX_START], sizes)]
-        if len(tokens) > len(arrays.merge_rows):
-            return False
-        items[merged, PARTIAL_START] = sizes.cumsum() - sizes
-        arrays.merge_rows[: len(tokens)] = tokens.argsort(kind="stable")
-        counts = np.bincount(tokens, minlength=len(arrays.merge_starts) - 1)
-        arrays.merge_starts[1:] = counts.cumsum()
-    # The longest go first, so that the chip does not wait for one of them at the end.
-    order = lengths[:num_decode].argsort(kind="stable")[::-1]
-    arrays.decode_items[:num_decode] = items.take(order, axis=0)
-    if num_tiles:
-        order = num_decode + lengths[num_decode:].argsort(kind="stable")[::-1]
-        arrays.tile_items[:num_tiles] = items.take(order, axis=0)
-    return True
+    ints, read_only = types.int32[::1], types.Array(types.int32, 1, "C", readonly=True)
+    tables = types.Array(types.int32, 2, "C", readonly=True)
+    items = types.int32[:, ::1]
+    version = _VERSION
+
+    @entry_point(
+        types.boolean(
+            *(items, items, ints, ints, ints),
+            *(read_only, read_only, tables),
+            *([types.intp] * 6),
+            *(types.boolean, types.intp),
+        )
+    )
+    def plan(
+        decode_items, tile_items, token_index, merge_starts, merge_rows,
+        query_start_loc, seq_lens, block_tables,
+        block_size, decode_tokens, tile_tokens, decode_slots, tile_slots, fixed_split,
+        can_share, window,
+    ):  # fmt: skip
+        _ = version
+        items, num_decode, num_items = _cut_tokens(
+            token_index, query_start_loc, seq_lens, decode_tokens, tile_tokens, window,
+            len(tile_items),
+        )  # fmt: skip
+        rest, num_shared = items, 0
+        if can_share:
+            rest, num_shared = _share_prefixes(
+                items, num_decode, num_items, token_index, query_start_loc, seq_lens,
+                block_tables, block_size, tile_tokens, len(tile_items),
+            )  # fmt: skip
+        while not _cut_ranges(
+            decode_items, tile_items, token_index, merge_starts, merge_rows,
+            rest, num_decode, num_items + num_shared, seq_lens,
+            decode_slots, tile_slots, fixed_split,
+        ):  # fmt: skip
+            if not num_shared:
+                return False
+            rest, num_shared = items, 0  # no room for the partial results of sharing
+        return True
+
+    return plan
 
 
-def _cut_tokens(items: np.ndarray, size: int) -> np.ndarray:
-    """Cuts items into ones of at most `size` tokens."""
-    num_parts = -(-items[:, NUM_TOKENS] // size)
-    parts = items.repeat(num_parts, axis=0)
-    offsets = _count_up(0, num_parts) * size
-    parts[:, INDEX_START] += offsets
-    parts[:, NUM_TOKENS] = np.minimum(parts[:, NUM_TOKENS] - offsets, size)
-    return parts
+@compiled
+def _cut_tokens(
+    token_index, query_start_loc, seq_lens, decode_tokens, tile_tokens, window, num_spare
+):
+    """Cuts a step's rows into items of few enough tokens, which read all that these see.
+
+    Returns:
+        Decode items, then tiles, then room for `num_spare` more; the number of decode items; and
+        the number of both.
+    """
+    num_rows = len(seq_lens)
+    num_tokens = query_start_loc[num_rows]
+    for token in range(num_tokens):
+        token_index[token] = token
+    most = num_rows + num_tokens // tile_tokens + num_spare
+    items = np.zeros((most, ITEM_SIZE), np.int32)
+    num_items = 0
+    for row in range(num_rows):
+        start, end = query_start_loc[row], query_start_loc[row + 1]
+        if end - start <= decode_tokens:
+            begin = _first_seen(seq_lens[row] - (end - start), window)
+            _set_item(items[num_items], start, end - start, row, begin, TO_THE_END)
+            num_items += 1
+    num_decode = num_items
+    for row in range(num_rows):
+        start, end = query_start_loc[row], query_start_loc[row + 1]
+        if end - start <= decode_tokens:
+            continue
+        for first in range(start, end, tile_tokens):
+            num = min(tile_tokens, end - first)
+            position = seq_lens[row] - end + first
+            begin = _first_seen(position, window)
+            _set_item(items[num_items], first, num, row, begin, position + num)
+            num_items += 1
+    return items, num_decode, num_items
 
 
-def _cut_ranges(items: np.ndarray, num_parts: np.ndarray, chunks: np.ndarray) -> np.ndarray:
-    """Cuts items into so many ones each, that read `chunks` tokens; the last of each, the rest."""
-    parts = items.repeat(num_parts, axis=0)
-    part = _count_up(0, num_parts)
-    parts[:, KV_BEGIN] += part * chunks.repeat(num_parts)
-    later = part.nonzero()[0]
-    parts[later - 1, KV_END] = parts[later, KV_BEGIN]
-    parts[later - 1, PARTIAL_START] = _SOME_PARTIAL
-    parts[later, PARTIAL_START] = _SOME_PARTIAL
-    return parts
+@compiled
+def _share_prefixes(
+    items, num_decode, num_items, token_index, query_start_loc, seq_lens,
+    block_tables, block_size, tile_tokens, room,
+):  # fmt: skip
+    """Finds decode items whose tables begin with the same blocks, and has these read once.
+
+    They are grouped by the shortest prefix that counts; each group shares what all of it have in
+    common, even if half of it has more. Only what was in the cache before the step is shared.
+
+    Returns:
+        A copy of the items, in which those that share begin where their prefix ends, with tiles for
+        the prefixes behind them; and the number of these, 0 if nothing is shared.
+    """
+    num_blocks = -(-_MIN_SHARED_TOKENS // block_size)
+    # Candidates in the order of the last block of the shortest prefix.
+    order = np.empty(num_decode, np.int64)
+    num_candidates = 0
+    for i in range(num_decode):
+        row = items[i, TABLE_ROW]
+        if seq_lens[row] - items[i, NUM_TOKENS] >= num_blocks * block_size:
+            block_id = np.int64(block_tables[row, num_blocks - 1])
+            order[num_candidates] = block_id << 32 | i
+            num_candidates += 1
+    order = order[:num_candidates]
+    _sort(order)
+    # Groups: where they begin and end among the candidates, tokens they share, tokens they have.
+    # And their order, by the reads that they save.
+    most = num_candidates // _MIN_SHARING_ROWS
+    groups, best = np.empty((most, 4), np.int64), np.empty(most, np.int64)
+    num_groups = 0
+    first = 0
+    while first < num_candidates:
+        last = first + 1
+        while last < num_candidates and order[last] >> 32 == order[first] >> 32:
+            last += 1
+        if last - first >= _MIN_SHARING_ROWS:
+            shared, num_tokens = _find_common_prefix(
+                items, order[first:last], seq_lens, block_tables, block_size
+            )
+            if shared >= _MIN_SHARED_TOKENS:
+                group = groups[num_groups]
+                group[0], group[1], group[2], group[3] = first, last, shared, num_tokens
+                best[num_groups] = -((last - first - 1) * shared) << 32 | num_groups
+                num_groups += 1
+        first = last
+    if not num_groups:
+        return items, 0
+
+    items = items.copy()
+    num_tokens = query_start_loc[len(seq_lens)]
+    room -= num_items - num_decode
+    num_shared = 0
+    # Those that save the most come first, where there is no room for all.
+    best = best[:num_groups]
+    _sort(best)
+    for key in best:
+        group = groups[key & 0xFFFFFFFF]
+        first, last, shared = group[0], group[1], group[2]
+        if -(-group[3] // tile_tokens) > room - num_shared:
+            continue
+        start = num_tokens
+        for i in order[first:last]:
+            item = items[i & 0xFFFFFFFF]
+            item[KV_BEGIN] = shared
+            item[PARTIAL_START] = _SOME_PARTIAL
+            for token in range(item[INDEX_START], item[INDEX_START] + item[NUM_TOKENS]):
+                token_index[num_tokens] = token
+                num_tokens += 1
+        row = items[order[first] & 0xFFFFFFFF, TABLE_ROW]
+        for begin in range(start, num_tokens, tile_tokens):
+            num = min(tile_tokens, num_tokens - begin)
+            tile = items[num_items + num_shared]
+            _set_item(tile, begin, num, row, 0, shared)
+            tile[PARTIAL_START] = _SOME_PARTIAL
+            num_shared += 1
+    return items, num_shared
 
 
-def _choose_chunk(lengths: np.ndarray, slots: int, parts_per_slot: int) -> int:
+@compiled
+def _find_common_prefix(items, members, seq_lens, block_tables, block_size):
+    """Tokens that some decode items share, whole grains of them, and how many tokens they have."""
+    first = items[members[0] & 0xFFFFFFFF, TABLE_ROW]
+    num_tokens, shared = 0, TO_THE_END
+    for i in members:
+        item = items[i & 0xFFFFFFFF]
+        row = item[TABLE_ROW]
+        num_tokens += item[NUM_TOKENS]
+        shared = min(shared, seq_lens[row] - item[NUM_TOKENS])
+        for block in range(shared // block_size):
+            if block_tables[row, block] != block_tables[first, block]:
+                shared = block * block_size
+                break
+    # Whole blocks only.
+    return shared // block_size * block_size // _GRAIN * _GRAIN, num_tokens
+
+
+@compiled
+def _cut_ranges(
+    decode_items, tile_items, token_index, merge_starts, merge_rows,
+    items, num_decode, num_items, seq_lens,
+    decode_slots, tile_slots, fixed_split,
+):  # fmt: skip
+    """Cuts what items read into parts and fills a plan, or says that there is no room for them."""
+    lengths = np.empty(num_items, np.int64)
+    for i in range(num_items):
+        end = min(items[i, KV_END], seq_lens[items[i, TABLE_ROW]])
+        lengths[i] = end - items[i, KV_BEGIN]
+    chunks = np.empty(num_items, np.int64)
+    if fixed_split:
+        # There is always room for the parts of one token per row, prompts' last tiles not counted.
+        for i in range(num_items):
+            is_cut = i < num_decode and items[i, NUM_TOKENS] == 1
+            chunks[i] = lengths[i]
+            if is_cut:
+                chunks[i] = _round_up(max(fixed_split, -(-lengths[i] // _MAX_PARTS)))
+    else:
+        chunk = _choose_chunk(lengths[:num_decode], decode_slots, _PARTS_PER_SLOT)
+        # Partial results of a tile are large: half as many.
+        tile_chunk = _choose_chunk(lengths[num_decode:], tile_slots, _PARTS_PER_SLOT // 2)
+        for i in range(num_items):
+            chunks[i] = chunk if i < num_decode else tile_chunk
+    attempts = 1 if fixed_split else 5
+    for attempt in range(attempts):
+        num_decode_parts, num_tile_parts, num_partials = 0, 0, 0
+        for i in range(num_items):
+            if attempt:  # there was no room: longer parts
+                chunks[i] = lengths[i] if attempt == attempts - 1 else 2 * chunks[i]
+            num_parts = -(-lengths[i] // chunks[i])
+            if i < num_decode:
+                num_decode_parts += num_parts
+            else:
+                num_tile_parts += num_parts
+            if num_parts > 1 or items[i, PARTIAL_START] != NO_PARTIAL:
+                num_partials += num_parts * items[i, NUM_TOKENS]
+        if (
+            num_decode_parts <= len(decode_items)
+            and num_tile_parts <= len(tile_items)
+            and num_partials <= len(merge_rows)
+        ):
+            num_partials = _write_parts(
+                decode_items, items[:num_decode], lengths[:num_decode], chunks[:num_decode], 0
+            )
+            _write_parts(
+                tile_items, items[num_decode:num_items], lengths[num_decode:],
+                chunks[num_decode:], num_partials,
+            )  # fmt: skip
+            _list_merges(token_index, merge_starts, merge_rows, decode_items, tile_items)
+            return True
+    return False
+
+
+@compiled
+def _write_parts(parts, items, lengths, chunks, num_partials):
+    """Writes items in parts of `chunks` tokens, the longest first; numbers partial results.
+
+    They come in that order so that the chip does not wait for a long one at the end.
+
+    Returns:
+        How many partial results there are now.
+    """
+    num_parts = 0
+    for i in range(len(items)):
+        num_parts += -(-lengths[i] // chunks[i])
+    unsorted = np.empty((num_parts, ITEM_SIZE), np.int32)
+    order = np.empty(num_parts, np.int64)
+    num_parts = 0
+    for i in range(len(items)):
+        item = items[i]
+        is_merged = item[PARTIAL_START] != NO_PARTIAL or lengths[i] > chunks[i]
+        for begin in range(0, lengths[i], chunks[i]):
+            part = unsorted[num_parts]
+            for column in range(ITEM_SIZE):
+                part[column] = item[column]
+            part[KV_BEGIN] += begin
+            length = lengths[i] - begin
+            if length > chunks[i]:
+                length = chunks[i]
+                part[KV_END] = part[KV_BEGIN] + length
+            if is_merged:
+                part[PARTIAL_START] = num_partials
+                num_partials += item[NUM_TOKENS]
+            order[num_parts] = (TO_THE_END - length) << 32 | num_parts
+            num_parts += 1
+    _sort(order)
+    for i in range(len(parts)):
+        for column in range(ITEM_SIZE):
+            parts[i, column] = 0 if i >= num_parts else unsorted[order[i] & 0xFFFFFFFF, column]
+    return num_partials
+
+
+@compiled
+def _list_merges(token_index, merge_starts, merge_rows, decode_items, tile_items):
+    """Lists the partial results of each token."""
+    for i in range(len(merge_starts)):
+        merge_starts[i] = 0
+    for items in (decode_items, tile_items):
+        for i in range(len(items)):
+            item = items[i]
+            if not item[NUM_TOKENS]:
+                break
+            if item[PARTIAL_START] != NO_PARTIAL:
+                for index in range(item[INDEX_START], item[INDEX_START] + item[NUM_TOKENS]):
+                    merge_starts[token_index[index] + 1] += 1
+    for token in range(1, len(merge_starts)):
+        merge_starts[token] += merge_starts[token - 1]
+    next_rows = merge_starts.copy()
+    for items in (decode_items, tile_items):
+        for i in range(len(items)):
+            item = items[i]
+            if not item[NUM_TOKENS]:
+                break
+            if item[PARTIAL_START] != NO_PARTIAL:
+                for j in range(item[NUM_TOKENS]):
+                    token = token_index[item[INDEX_START] + j]
+                    merge_rows[next_rows[token]] = item[PARTIAL_START] + j
+                    next_rows[token] += 1
+
+
+@compiled
+def _choose_chunk(lengths, slots, parts_per_slot):
     """Length of the parts that keeps the chip busy until the end.
 
     Items start in the order of their lengths, wherever there is a free slot. That balances them
@@ -451,51 +538,48 @@ def _choose_chunk(lengths: np.ndarray, slots: int, parts_per_slot: int) -> int:
     balance better: they are made where they are still long, and where at most two waves of items
     would leave a good part of the last one idle.
     """
-    if not len(lengths):
-        return _MIN_SPLIT
-    longest, total = int(lengths.max()), int(lengths.sum())
+    longest, total = 0, 0
+    for length in lengths:
+        longest = max(longest, length)
+        total += length
     share = total // slots + 1
     num_waves = -(-len(lengths) // slots)
     is_even = num_waves > 2 or total >= 0.9 * num_waves * slots * longest
     if longest <= 2 * _MIN_SPLIT or (share >= longest and is_even):
-        return longest
+        return max(longest, 1)
     if share >= min(longest, parts_per_slot * _LONG_PART):
         share //= parts_per_slot
     return max(_round_up(share), _MIN_SPLIT)
 
 
-def _new_items(num_items: int) -> np.ndarray:
-    items = np.empty((num_items, ITEM_SIZE), np.int32)
-    items[:] = _NEW_ITEM
-    return items
+@compiled
+def _sort(keys):
+    """Sorts in place (Shell's, with the gaps of Ciura); Numba takes seconds to compile its own."""
+    for gap in (701, 301, 132, 57, 23, 10, 4, 1):
+        for i in range(gap, len(keys)):
+            key = keys[i]
+            while i >= gap and keys[i - gap] > key:
+                keys[i] = keys[i - gap]
+                i -= gap
+            keys[i] = key
 
 
-def _select(items: np.ndarray, is_kept: np.ndarray | None) -> np.ndarray:
-    return items if is_kept is None else items.compress(is_kept, axis=0)
+@compiled
+def _set_item(item, index_start, num_tokens, table_row, kv_begin, kv_end):
+    item[INDEX_START] = index_start
+    item[NUM_TOKENS] = num_tokens
+    item[TABLE_ROW] = table_row
+    item[KV_BEGIN] = kv_begin
+    item[KV_END] = kv_end
+    item[PARTIAL_START] = NO_PARTIAL
 
 
-def _lengths(items: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-    """Tokens that items read."""
-    ends = np.minimum(items[:, KV_END], seq_lens[items[:, TABLE_ROW]])
-    return ends - items[:, KV_BEGIN]
+@compiled
+def _first_seen(position, window):
+    """Where the range of an item begins whose first token stands at this position."""
+    return max(position - window + 1, 0) // _GRAIN * _GRAIN
 
 
-def _first_seen(positions: np.ndarray, window: int) -> np.ndarray:
-    """Where ranges begin whose first tokens stand at these positions."""
-    return _round_down(np.maximum(positions - window + 1, 0))
-
-
-def _round_down(lengths):
-    return lengths // _GRAIN * _GRAIN
-
-
-def _round_up(lengths):
-    return -(-lengths // _GRAIN) * _GRAIN
-
-
-def _count_up(starts: int | np.ndarray, counts: np.ndarray) -> Any:
-    """`counts` numbers from each of `starts`, one range after the other; no range is empty."""
-    ends = counts.cumsum()
-    if ends[-1] == len(ends):
-        return starts
-    return np.arange(ends[-1]) + (starts - ends + counts).repeat(counts)
+@compiled
+def _round_up(length):
+    return -(-length // _GRAIN) * _GRAIN
