@@ -139,9 +139,7 @@ def events(job: Job) -> AsyncGenerator[bytes]:
     def opening() -> Iterator[dict[str, Any]]:
         for index in range(job.num_choices):
             first = chunk(index, {"role": "assistant", "content": ""})
-            if request.return_token_ids:
-                first["prompt_token_ids"] = job.generations[0].request.prompt_token_ids
-            yield first
+            yield first | _prompt_fields(request, job.generations[0].group.output())
             if echoed := _echoed(request):
                 yield chunk(index, {"content": echoed})
 

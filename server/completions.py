@@ -35,13 +35,12 @@ async def start(models: Models, request: CompletionRequest, request_id: str) -> 
         raise bad_request(
             f"logprobs is {request.logprobs}; it must be from 0 to {model.max_logprobs}", "logprobs"
         )
-    params = request.sampling_params(
+    asked = request
+    if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
+        asked = request.model_copy(update={"prompt_logprobs": request.logprobs})
+    params = asked.sampling_params(
         model.defaults, max_tokens=max_tokens, logprobs=request.logprobs
     )
-    if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
-        params = request.model_copy(update={"prompt_logprobs": request.logprobs}).sampling_params(
-            model.defaults, max_tokens=max_tokens, logprobs=request.logprobs
-        )
     prompts: list[tuple[str | None, list[int]]] = []
     for prompt in _prompts(request):
         if isinstance(prompt, str):
@@ -138,13 +137,17 @@ def _choice(
     if request.prompt_logprobs is not None:
         choice["prompt_logprobs"] = describe_prompt_logprobs(output)
     if request.return_token_ids:
-        choice |= {
-            "token_ids": completion.token_ids,
-            "prompt_token_ids": output.prompt_token_ids,
-        }
-    if request.return_prompt_text:
-        choice["prompt_text"] = _echoed(job, output)
-    return choice
+        choice["token_ids"] = completion.token_ids
+    return choice | _prompt_fields(job, output)
+
+
+def _prompt_fields(job: Job, output: RequestOutput) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if job.request.return_token_ids:
+        fields["prompt_token_ids"] = output.prompt_token_ids
+    if job.request.return_prompt_text:
+        fields["prompt_text"] = _echoed(job, output)
+    return fields
 
 
 def events(job: Job) -> AsyncGenerator[bytes]:
@@ -152,9 +155,14 @@ def events(job: Job) -> AsyncGenerator[bytes]:
     request = job.request
     assert isinstance(request, CompletionRequest)
     writers: dict[int, LogprobWriter] = {}
+    begun: set[int] = set()
 
     def chunk(index: int, text: str, **more: Any) -> dict[str, Any]:
         entry = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        if index not in begun:
+            begun.add(index)
+            generation = job.generations[index // job.num_choices]
+            entry |= _prompt_fields(job, generation.group.output())
         return _body(job) | {"choices": [entry | more]}
 
     def opening() -> Iterator[dict[str, Any]]:

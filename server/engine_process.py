@@ -75,6 +75,7 @@ class ModelThread:
         self._gap_s = 0.0
         self._gap_counts = [0] * (len(messages.GAP_BOUNDS_S) + 1)
         self._has_changed = False
+        self._compilations_of_others = 0
 
     def run(self) -> None:
         """Works until it is told to stop, or the engine fails."""
@@ -168,6 +169,10 @@ class ModelThread:
         self._has_changed = False
         self._tell(messages.Update(self._index, tokens, self.stats()))
 
+    def forget_compilations(self) -> None:
+        """Says that others were warmed up in this process meanwhile."""
+        self._compilations_of_others = self._engine.compilations_after_warm_up
+
     def stats(self) -> Stats:
         """Where the engine stands."""
         scheduler, manager = self._engine.scheduler, self._engine.kv_cache_manager
@@ -190,7 +195,7 @@ class ModelThread:
             cache_hits=manager.prefix_cache_hits,
             preemptions=scheduler.num_preemptions,
             copies=manager.num_copies,
-            compilations=self._engine.compilations_after_warm_up,
+            compilations=self._engine.compilations_after_warm_up - self._compilations_of_others,
             step_s=totals.step_s,
             host_s=totals.host_s,
             gap_s=self._gap_s,
@@ -236,6 +241,7 @@ class EngineProcess:
         )
         self._sender.start()
         threading.Thread(target=self._dispatch, name="dispatcher", daemon=True).start()
+        models: list[ModelThread] = []
         threads: list[threading.Thread] = []
         engines: list[Any] = []
         index = 0
@@ -243,6 +249,9 @@ class EngineProcess:
             made = load_factory(self._setup.factory)(self._setup.specs, self._report_of)
             for index, (spec, engine) in enumerate(zip(self._setup.specs, made, strict=True)):
                 model = ModelThread(index, spec, engine, self._inboxes[index], self._outbox.put)
+                for other in models:
+                    other.forget_compilations()
+                models.append(model)
                 engines.append(engine)
                 threads.append(threading.Thread(target=model.run, name=spec.name))
                 self._outbox.put(messages.Ready(index, limits_of(engine, spec.config)))

@@ -333,3 +333,27 @@ def test_prompts_are_cut_only_where_asked(fake):
         done = fake.post("/v1/completions", body | more).json()
         assert done["choices"][0]["prompt_token_ids"] == kept
     assert fake.post("/v1/completions", body | {"truncate_prompt_tokens": 0}).status_code == 400
+
+
+def test_streams_give_the_prompt_back_once_where_plain_answers_do(fake):
+    body = {"model": "tiny", "prompt": ["ab", "c"], "n": 2, "max_tokens": 3}
+    body |= {"return_token_ids": True, "return_prompt_text": True}
+    plain = fake.post("/v1/completions", body).json()["choices"]
+    events = fake.post("/v1/completions", body | {"stream": True}).text.split("\n\n")[:-2]
+    chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    for choice in plain:
+        mine = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+        assert [chunk["prompt_text"] for chunk in mine if "prompt_text" in chunk] == [
+            choice["prompt_text"]
+        ]
+        ids = [chunk["prompt_token_ids"] for chunk in mine if "prompt_token_ids" in chunk]
+        assert ids == [choice["prompt_token_ids"]]
+        assert sum((chunk["token_ids"] for chunk in mine), []) == choice["token_ids"]
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    chat |= {"return_token_ids": True, "return_prompt_text": True}
+    plain = fake.post("/v1/chat/completions", chat).json()
+    events = fake.post("/v1/chat/completions", chat | {"stream": True}).text.split("\n\n")[:-2]
+    first, *others = [json.loads(event.removeprefix("data: ")) for event in events]
+    for name in ("prompt_text", "prompt_token_ids"):
+        assert first[name] == plain[name]
+        assert not any(name in chunk for chunk in others)
