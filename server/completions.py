@@ -38,9 +38,7 @@ async def start(models: Models, request: CompletionRequest, request_id: str) -> 
     asked = request
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         asked = request.model_copy(update={"prompt_logprobs": request.logprobs})
-    params = asked.sampling_params(
-        model.defaults, max_tokens=max_tokens, logprobs=request.logprobs
-    )
+    params = asked.sampling_params(model.defaults, max_tokens=max_tokens, logprobs=request.logprobs)
     prompts: list[tuple[str | None, list[int]]] = []
     for prompt in _prompts(request):
         if isinstance(prompt, str):
