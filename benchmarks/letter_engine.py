@@ -36,6 +36,8 @@ _NO_LOGPROBS = TokenLogprobs(0.0, 1)
 class LetterEngine:
     """What a model's thread needs of an engine; names as in `jpaged.engine.Engine`."""
 
+    dtype = "none"
+
     def __init__(self, *, step_s: float, num_blocks: int, max_num_seqs: int, max_model_len: int):
         """Steps sleep for `step_s` seconds."""
         self.step_s = step_s

@@ -21,8 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from tqdm import tqdm
+
+try:
+    import aiohttp
+except ImportError:
+    sys.exit("benchmarks.online needs aiohttp: pip install '.[bench]'")
 
 
 @dataclass
@@ -113,10 +117,9 @@ def make_requests(args: argparse.Namespace) -> list[dict[str, Any]]:
         "model": args.model, "temperature": args.temperature, "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
-    bodies = []
-    for token_ids, max_tokens in pairs:
-        bodies.append(common | {"prompt": token_ids, "max_tokens": max_tokens})
-    return bodies
+    return [
+        common | {"prompt": token_ids, "max_tokens": max_tokens} for token_ids, max_tokens in pairs
+    ]
 
 
 async def run(args: argparse.Namespace, bodies: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -239,6 +242,10 @@ def print_report(args: argparse.Namespace, report: dict[str, Any]) -> None:
         text = f"{value:<10.2f}" if isinstance(value, float) else f"{value:<10}"
         print(f"{label:<40} {text}")
 
+    for error in sorted(set(report["errors"]))[:5]:
+        print(f"failed: {error}", file=sys.stderr)
+    if not report["completed"]:
+        return
     print(f"{' Serving Benchmark Result ':=^50}")
     line("Successful requests:", report["completed"])
     line("Failed requests:", report["failed"])
@@ -263,8 +270,6 @@ def print_report(args: argparse.Namespace, report: dict[str, Any]) -> None:
         for share in args.metric_percentiles:
             line(f"P{share:g} {short} (ms):", report[f"p{share:g}_{name}_ms"])
     print("=" * 50)
-    for error in sorted(set(report["errors"]))[:5]:
-        print(f"failed: {error}", file=sys.stderr)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -272,7 +277,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000")
-    add("--endpoint", default="/v1/completions")
+    add("--endpoint", default="/v1/completions", help="of completions; prompts are token ids")
     add("--model", help="default: the server's first")
     add("--api-key")
     add("--workload", type=Path, help="token ids, as for benchmarks.offline")
@@ -298,6 +303,8 @@ def parse_arguments() -> argparse.Namespace:
     args.goodput = {
         name: float(limit) for name, _, limit in (text.partition(":") for text in args.goodput)
     }
+    if "chat" in args.endpoint:
+        parser.error(f"--endpoint is {args.endpoint!r}; token ids go to one of completions")
     for name in [*args.percentile_metrics, *args.goodput]:
         if name not in _TITLES:
             parser.error(f"there is no metric {name!r}; there are {', '.join(_TITLES)}")

@@ -199,6 +199,13 @@ class Engine:
                 "num_blocks, kv_cache_memory_bytes or memory_utilization"
             )
         self.max_model_len = min(max_model_len, capacity)
+        if self.max_model_len < max_model_len:
+            logger.warning(
+                "max_model_len is %d and not the model's %d: the KV cache holds no more. Give it "
+                "more memory, or set max_model_len to say so",
+                self.max_model_len,
+                max_model_len,
+            )
         manager = KVCacheManager(
             num_blocks=self.num_blocks,
             block_size=block_size,

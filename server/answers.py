@@ -134,7 +134,8 @@ async def stream(
         ApiError: If that happens before the first event; later it is an event itself.
     """
     options = job.request.stream_options
-    interval = Interval(job.request.stream_interval or 1)
+    interval = Interval(max(job.model.stream_interval, job.request.stream_interval or 1))
+    includes_usage = job.model.always_includes_usage or (options and options.include_usage)
     has_begun = False
     try:
         async for found in read(job.generations, job.news):
@@ -154,7 +155,7 @@ async def stream(
                     events.append(to_event(chunk))
             if events:
                 yield b"".join(events)
-        if options is not None and options.include_usage:
+        if includes_usage:
             yield to_event(usage_chunk())
     except ApiError as error:
         if not has_begun:

@@ -57,6 +57,7 @@ class HttpOptions:
         allowed_headers: Likewise.
         allow_credentials: Likewise.
         logs_requests: Whether each is a line in the log.
+        root_path: Prefix of all paths, which a proxy may cut off.
     """
 
     api_keys: Sequence[str] = ()
@@ -70,6 +71,7 @@ class HttpOptions:
     allowed_headers: Sequence[str] = ("*",)
     allow_credentials: bool = False
     logs_requests: bool = False
+    root_path: str = ""
 
 
 @dataclass
@@ -178,6 +180,9 @@ class Surroundings:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        root = self._server.options.root_path
+        if root and scope["path"].startswith(f"{root}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(root)}
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _is_id(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
@@ -337,8 +342,8 @@ def _note_ignored(server: Server, body: GenerationRequest) -> dict[str, str]:
     if new and len(server.ignored) < 1000:
         server.ignored.update(new)
         logger.warning("request fields that nobody here knows, ignored: %s", ", ".join(new))
-    shown = ", ".join(names)[:500]
-    return {"x-jpaged-ignored": shown.encode("ascii", "replace").decode()}
+    shown = "".join(c if " " <= c <= "~" else "?" for c in ", ".join(names)[:500])
+    return {"x-jpaged-ignored": shown}
 
 
 # --- The rest
@@ -422,7 +427,7 @@ def _metrics(server: Server, request: Request) -> Response:
 
 
 def _openapi(server: Server, request: Request) -> Response:
-    return _json(openapi.document())
+    return _json(openapi.document(server.options.root_path))
 
 
 def _json(value: Any, *, status: int = 200) -> Response:

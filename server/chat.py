@@ -37,16 +37,14 @@ async def start(models: Models, request: ChatRequest, request_id: str) -> Job:
     top = request.top_logprobs
     if top and not request.logprobs:
         raise bad_request(f"top_logprobs is {top} without logprobs; set it true", "top_logprobs")
-    if top is not None and top < 0 and model.max_logprobs >= 0:
-        raise bad_request(
-            f"top_logprobs is {top}; it must be from 0 to {model.max_logprobs}", "top_logprobs"
-        )
+    models.check_logprobs(model, "top_logprobs", top)
+    models.check_logprobs(model, "prompt_logprobs", request.prompt_logprobs)
     max_tokens = request.max_completion_tokens
     param = "max_completion_tokens"
     if max_tokens is None:
         max_tokens, param = request.max_tokens, "max_tokens"
-    if max_tokens == 0:
-        raise bad_request(f"{param} is 0; it must be at least 1", param)
+    if max_tokens is not None and max_tokens < 1:
+        raise bad_request(f"{param} is {max_tokens}; it must be at least 1", param)
     params = request.sampling_params(
         model.defaults, max_tokens=max_tokens, logprobs=(top or 0) if request.logprobs else None
     )

@@ -29,12 +29,10 @@ async def start(models: Models, request: CompletionRequest, request_id: str) -> 
     model = models.find(request.model)
     is_given = request.max_tokens is not None
     max_tokens = request.max_tokens if is_given else DEFAULT_MAX_TOKENS
-    if request.stream and request.echo and request.logprobs is not None:
-        raise bad_request("echo with logprobs and stream is not offered; leave one out", "echo")
-    if request.logprobs is not None and request.logprobs < 0 and model.max_logprobs >= 0:
-        raise bad_request(
-            f"logprobs is {request.logprobs}; it must be from 0 to {model.max_logprobs}", "logprobs"
-        )
+    if max_tokens is not None and max_tokens < 0:
+        raise bad_request(f"max_tokens is {max_tokens}; it must be at least 0", "max_tokens")
+    models.check_logprobs(model, "logprobs", request.logprobs)
+    models.check_logprobs(model, "prompt_logprobs", request.prompt_logprobs)
     asked = request
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         asked = request.model_copy(update={"prompt_logprobs": request.logprobs})
@@ -167,9 +165,16 @@ def events(job: Job) -> AsyncGenerator[bytes]:
         if not request.echo:
             return
         for position, generation in enumerate(job.generations):
-            text = _echoed(job, generation.group.output())
+            output = generation.group.output()
+            text = _echoed(job, output)
             for index in range(job.num_choices):
-                yield chunk(position * job.num_choices + index, text)
+                index += position * job.num_choices
+                more: dict[str, Any] = {}
+                if request.logprobs is not None:
+                    writer = writers[index] = _writer(job)
+                    described = output.prompt_logprobs or ()
+                    more["logprobs"] = writer.legacy(output.prompt_token_ids, described)
+                yield chunk(index, text, **more)
 
     def chunks(position: int, delta: Delta) -> Iterator[dict[str, Any]]:
         index = position * job.num_choices + delta.index

@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from server.messages import Limits, ModelSpec, Stats
 
 logger = logging.getLogger(__name__)
 
+_PROGRESS_EVERY_S = 5.0  # a line in the log
 _WAKES_AT_A_TIME = 16  # readers, so that one step's news never holds the event loop for long
 
 
@@ -38,6 +40,7 @@ class EngineState:
         is_mistake: Whether that is the operator's to mend.
         stats: After its last step.
         heard: `time.monotonic()` of its last message.
+        told: Of the last line about its progress.
         generations: By the ids of their unfinished answers.
     """
 
@@ -48,6 +51,7 @@ class EngineState:
     is_mistake: bool = False
     stats: Stats = Stats()
     heard: float = field(default_factory=time.monotonic)
+    told: float = 0.0
     generations: dict[str, Generation] = field(default_factory=dict[str, Generation])
 
     def problem(self, stall_s: float) -> str | None:
@@ -272,14 +276,19 @@ class EngineClient:
             case messages.Progress(model, phase, done, total):
                 state = self.states[model]
                 state.heard = now
+                is_due = now - state.told >= _PROGRESS_EVERY_S or not state.phase.startswith(phase)
                 state.phase = f"{phase} {done}/{total}" if total else phase
+                if is_due:
+                    state.told = now
+                    logger.info("%s: %s", state.spec.name, state.phase)
             case messages.Ready(model, limits):
                 self.states[model].limits = limits
                 self.states[model].heard = now
                 self._check_up()
             case messages.Failed(model, reason, is_mistake):
                 self.states[model].is_mistake = is_mistake
-                logger.error("%s: %s", self.states[model].spec.name, reason)
+                if not is_mistake:  # else it is the last line
+                    logger.error("%s: %s", self.states[model].spec.name, reason)
                 self._fail(model, reason)
             case _:
                 raise TypeError(f"the engine process has sent {message!r}")
@@ -339,6 +348,8 @@ class EngineClient:
 
 def _find_param(reason: str) -> tuple[str | None, str]:
     """The request's field that a refusal of the engine names, and the words for its caller."""
+    if reason.startswith("prompt_token_ids of request"):
+        return "prompt", re.sub(r"prompt_token_ids of request '[^']*'", "prompt", reason)
     if not reason.startswith("SamplingParams."):
         return None, reason
     reason = reason.removeprefix("SamplingParams.")

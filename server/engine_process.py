@@ -22,6 +22,7 @@ from dataclasses import fields
 from typing import Any
 
 from server import messages
+from server.logs import set_up_logging
 from server.messages import ModelSpec, Stats, Tokens
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ class ModelThread:
         scheduler, limit = self._engine.scheduler, self._spec.max_num_queued
         num_places = max(0, scheduler.max_num_seqs - scheduler.num_running)
         if limit is not None and scheduler.num_waiting >= limit + num_places:
-            reason = f"{scheduler.num_waiting} requests are waiting, {limit} may; try again later"
+            waiting = scheduler.num_waiting - num_places
+            reason = f"{waiting} requests are waiting, more than {limit} may not; try again later"
             self._tell(messages.Refused(self._index, message.request_id, reason, is_full=True))
             return
         try:
@@ -206,6 +208,13 @@ class ModelThread:
 def limits_of(engine: Any, config: Any) -> messages.Limits:
     """What an engine has room for."""
     settings = {field.name: str(getattr(config, field.name)) for field in fields(config)}
+    settings |= {
+        "num_blocks": str(engine.num_blocks),
+        "max_model_len": str(engine.max_model_len),
+        "max_num_seqs": str(engine.scheduler.max_num_seqs),
+        "max_num_batched_tokens": str(engine.scheduler.max_num_batched_tokens),
+        "dtype": str(engine.dtype),
+    }
     return messages.Limits(
         max_model_len=engine.max_model_len,
         num_blocks=engine.num_blocks,
@@ -236,9 +245,7 @@ class EngineProcess:
     def run(self) -> int:
         """Makes the engines and serves until the parent says that it is enough."""
         os.environ.update(self._setup.environment)
-        logging.basicConfig(
-            level=self._setup.log_level, format="%(levelname)s %(asctime)s %(name)s: %(message)s"
-        )
+        set_up_logging(self._setup.log_level)
         self._sender.start()
         threading.Thread(target=self._dispatch, name="dispatcher", daemon=True).start()
         models: list[ModelThread] = []

@@ -197,7 +197,7 @@ class Metrics(Observer):
             sizes["max_tokens"][model].observe(params.max_tokens)
         for length in lengths:
             sizes["output"][model].observe(length)
-        end = times.last_token
+        end = max(times.last_token, times.first_token)  # of an answer of no tokens
         spans = self._spans
         spans["e2e"][model].observe(end - times.arrival)
         spans["queue"][model].observe(max(0.0, times.scheduled - times.arrival))
@@ -303,15 +303,15 @@ class _Standing:
             waiting.add_metric((*label, "capacity"), state.stats.num_waiting)
             waiting.add_metric((*label, "deferred"), 0)
         yield waiting
-        for label, state in named:
-            if state.limits is not None:
-                settings = dict(state.limits.cache_config)
-                info = GaugeMetricFamily(
-                    "vllm:cache_config_info", "Settings.", labels=[*labels, *settings]
-                )
-                info.add_metric((*label, *settings.values()), 1)
-                yield info
-                break  # of one name there can be one family; its labels are the settings
+        settings = [(label, dict(s.limits.cache_config)) for label, s in named if s.limits]
+        if settings:
+            names = list(settings[0][1])
+            info = GaugeMetricFamily(
+                "vllm:cache_config_info", "Settings.", labels=[*labels, *names]
+            )
+            for label, values in settings:
+                info.add_metric((*label, *(values[name] for name in names)), 1)
+            yield info
 
 
 def _one_two_five(maximum: int) -> list[int]:

@@ -32,7 +32,9 @@ class ServedModel:
         template_kwargs: Variables of the template that requests need not give.
         created: Seconds since 1970, of the server's start.
         takes_priorities: Whether its scheduler looks at priorities.
-        max_logprobs: Alternatives that may be asked for.
+        max_logprobs: Alternatives that may be asked for; -1: all.
+        stream_interval: Tokens of an event of a stream at least.
+        always_includes_usage: Whether streams that do not ask for their usage end with it too.
     """
 
     index: int
@@ -47,6 +49,8 @@ class ServedModel:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     takes_priorities: bool = False
     max_logprobs: int = 20
+    stream_interval: int = 1
+    always_includes_usage: bool = False
 
     @property
     def name(self) -> str:
@@ -126,6 +130,7 @@ class Models:
                 add_generation_prompt=bool(request.add_generation_prompt),
                 continue_final_message=bool(request.continue_final_message),
                 documents=getattr(request, "documents", None),
+                tools=getattr(request, "tools", None),
                 **kwargs,
             )
             # The template has written the special tokens.
@@ -136,6 +141,21 @@ class Models:
             return render() if size < _LONG_TEXT else await asyncio.to_thread(render)
         except (ValueError, TypeError) as error:
             raise bad_request(str(error), param) from None
+
+    @staticmethod
+    def check_logprobs(model: ServedModel, param: str, count: int | None) -> None:
+        """Refuses more log-probabilities than there may be.
+
+        Raises:
+            ApiError: Naming the field.
+        """
+        limit = model.max_logprobs
+        if count is not None and limit >= 0 and not 0 <= count <= limit:
+            raise bad_request(
+                f"{param} is {count}; it must be from 0 to {limit}, unless the server is started "
+                "with another --max-logprobs",
+                param,
+            )
 
     def cut_prompt(
         self, model: ServedModel, request: GenerationRequest, token_ids: list[int], param: str

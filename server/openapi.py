@@ -42,8 +42,8 @@ _ERROR = {
 
 
 @functools.cache
-def document() -> dict[str, Any]:
-    """The document."""
+def document(root_path: str = "") -> dict[str, Any]:
+    """The document of a server whose paths have a prefix."""
     kinds = [(kind, "validation") for kind, _ in _POSTS.values()]
     schemas, definitions = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # pyright: ignore[reportArgumentType]
     components: dict[str, Any] = definitions.get("$defs", {}) | {"Error": _ERROR}
@@ -79,6 +79,7 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "jpaged", "version": importlib.metadata.version("jpaged")},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": components,

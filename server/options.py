@@ -1,6 +1,7 @@
 """The flags of `jpaged serve`: vLLM's names and defaults wherever jpaged has the thing."""
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ import yaml
 
 from jpaged.config import ATTENTION_BACKENDS, LOGPROBS_MODES, EngineConfig
 from server.app import HttpOptions
+from server.other_flags import sort_out
 
 DEFAULT_MODEL = "smollm2"
 
@@ -44,77 +46,6 @@ class Options:
     args: argparse.Namespace = field(repr=False)
 
 
-# Flags of vLLM, now or once, that there is nothing for here: what they mean now.
-GONE_FLAGS: Mapping[str, tuple[int, str]] = {
-    # (arguments, what to say)
-    "--disable-log-requests": (0, "requests are not logged unless --enable-log-requests asks"),
-    "--disable-log-stats": (0, "give --log-stats-interval 0 to have no line every 10 s"),
-    "--enforce-eager": (0, "every step is a compiled program; `jpaged warmup` compiles ahead"),
-    "--swap-space": (1, "preempted requests are computed again; nothing is swapped to the CPU"),
-    "--preemption-mode": (1, "preempted requests are computed again, always"),
-    "--use-v2-block-manager": (0, "there is one block manager"),
-    "--num-scheduler-steps": (1, "the batch is formed anew at every step"),
-    "--guided-decoding-backend": (1, "structured output is not offered yet"),
-    "--task": (1, "all models generate"),
-    "--max-seq-len-to-capture": (1, "every step is compiled, at any length"),
-    "--worker-use-ray": (0, "one process runs the engines"),
-    "--max-num-partial-prefills": (1, "prompts are chunked under --max-num-batched-tokens"),
-    "--enable-chunked-prefill": (0, "prompts are always chunked"),
-    "--no-enable-chunked-prefill": (0, "prompts are always chunked"),
-    "--scheduler-reserve-full-isl": (0, "a prompt is admitted only if all of it fits, always"),
-    "--async-scheduling": (0, "steps follow each other; not offered yet"),
-    "--load-format": (1, "the format is told by the files"),
-    "--enable-prompt-tokens-details": (0, "cached tokens are always reported"),
-    "--enable-server-load-tracking": (0, "/load always answers"),
-    "--enable-request-id-headers": (0, "X-Request-Id is always sent"),
-    "--disable-uvicorn-access-log": (0, "there is no access log unless --enable-log-requests asks"),
-    "--disable-frontend-multiprocessing": (0, "engines run in a process of their own, always"),
-    "--prefix-caching-hash-algo": (1, "prefixes are found by their tokens, not by a hash"),
-    "--max-log-len": (1, "prompts are not logged"),
-    "--show-hidden-metrics-for-version": (1, "old metric names are always there"),
-}
-# Flags that ask for what there is not: refused, unless they ask for nothing.
-REFUSED_FLAGS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "--trust-remote-code": (
-        (), "code that comes with a checkpoint is never run; convert the model, or use a family "
-        "that jpaged knows"
-    ),
-    "--quantization": (("none",), "quantised weights are not offered yet"),
-    "--kv-cache-dtype": (("auto",), "the cache has the dtype of the model"),
-    "--tensor-parallel-size": (("1",), "a model runs on one device"),
-    "--pipeline-parallel-size": (("1",), "a model runs on one device"),
-    "--data-parallel-size": (("1",), "there is one engine for each model"),
-    "--tokenizer": ((), "the tokenizer is the checkpoint's"),
-    "--tokenizer-mode": (("auto", "hf"), "tokenizers are those of tokenizer.json"),
-    "--skip-tokenizer-init": ((), "the server speaks text"),
-    "--speculative-config": ((), "speculative decoding is not offered yet"),
-    "--speculative-model": ((), "speculative decoding is not offered yet"),
-    "--enable-lora": ((), "LoRA adapters are not offered yet"),
-    "--lora-modules": ((), "LoRA adapters are not offered yet"),
-    "--enable-auto-tool-choice": ((), "tool calls are not offered yet"),
-    "--tool-call-parser": ((), "tool calls are not offered yet"),
-    "--reasoning-parser": ((), "reasoning is not parted from the answer yet"),
-    "--enable-reasoning": ((), "reasoning is not parted from the answer yet"),
-    "--cpu-offload-gb": (("0",), "weights stay on the device"),
-    "--enable-sleep-mode": ((), "an engine cannot give up its memory and go on"),
-    "--rope-scaling": ((), "rope scaling is the checkpoint's"),
-    "--rope-theta": ((), "rope theta is the checkpoint's"),
-    "--hf-overrides": ((), "the configuration is the checkpoint's"),
-    "--enable-prompt-embeds": ((), "prompts are text or token ids"),
-    "--max-num-queued-tokens": ((), "give --max-num-queued-reqs"),
-    "--uds": ((), "give --host and --port"),
-}  # fmt: skip
-_NO_ARGUMENT = frozenset(
-    {
-        "--trust-remote-code", "--skip-tokenizer-init", "--enable-lora",
-        "--enable-auto-tool-choice", "--enable-reasoning", "--enable-sleep-mode",
-        "--enable-prompt-embeds",
-    }
-)  # fmt: skip
-_SHORT = {"-q": "--quantization", "-tp": "--tensor-parallel-size", "-dp": "--data-parallel-size",
-          "-pp": "--pipeline-parallel-size"}  # fmt: skip
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that mean something; `read_options` sorts out the others."""
     parser.add_argument(
@@ -140,35 +71,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     engine = parser.add_argument_group("engine").add_argument
     engine("--device", default="auto", choices=("auto", "cpu", "cuda", "gpu"))
-    engine("--max-model-len", type=_size, metavar="N", help="prompt and answer; 8k, auto or -1")
-    engine("--max-num-seqs", type=int, metavar="N", help="requests in one step at most")
-    engine("--max-num-batched-tokens", type=_size, metavar="N", help="tokens in one step at most")
-    engine("--block-size", type=int, default=16, metavar="N", help="tokens per KV block")
+    engine("--max-model-len", type=_size, metavar="N",
+           help="tokens of prompt and answer, such as 8k (default: -1 or auto, the model's, or what "
+           "the KV cache holds if that is less)")  # fmt: skip
+    engine("--max-num-seqs", type=int, metavar="N",
+           help="requests in one step at most (default: 16 on CPU, 256 on GPU)")  # fmt: skip
+    engine("--max-num-batched-tokens", type=_size, metavar="N",
+           help="tokens in one step at most (default: 256 on CPU, 2048 on GPU)")  # fmt: skip
+    engine(
+        "--block-size", type=int, default=16, metavar="N", help="tokens per KV block (default: 16)"
+    )
     engine("--gpu-memory-utilization", type=float, default=0.92, metavar="X",
-           help="share of memory for weights, workspace and KV cache (default: 0.92)")  # fmt: skip
-    engine("--kv-cache-memory-bytes", type=_size, metavar="N", help="KV cache of all models")
-    engine("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks of each model")
+           help="share of memory for weights, workspace and KV cache (default: 0.92); on CPU "
+           "the cache takes 1 GiB at most unless --kv-cache-memory-bytes says more")  # fmt: skip
+    engine("--kv-cache-memory-bytes", type=_size, metavar="N", 
+           help="KV cache of all models (default: by --gpu-memory-utilization)")  # fmt: skip
+    engine("--num-gpu-blocks-override", type=int, metavar="N", 
+           help="KV blocks of each model (default: by memory)")  # fmt: skip
     engine("--kv-cache-share", action="append", nargs="+", default=[], metavar="NAME=X",
            help="parts of the KV memory by model (default: equal)")  # fmt: skip
     engine("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
-    engine("--long-prefill-token-threshold", type=int, default=0, metavar="N")
-    engine("--watermark", type=float, default=0.01, metavar="X")
+    engine("--long-prefill-token-threshold", type=int, default=0, metavar="N",
+           help="tokens of one prompt in a step at most (default: 0, no limit)")  # fmt: skip
+    engine("--watermark", type=float, default=0.01, metavar="X",
+           help="share of blocks kept free when a request is admitted (default: 0.01)")  # fmt: skip
     engine("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"))
-    engine("--max-num-queued-reqs", type=int, metavar="N", help="waiting requests; more get 503")
-    engine("--max-logprobs", type=int, default=20, metavar="N")
+    engine("--max-num-queued-reqs", type=int, metavar="N",
+           help="waiting requests; more get 503 (default: no limit)")  # fmt: skip
+    engine("--max-logprobs", type=int, default=20, metavar="N",
+           help="log-probabilities that may be asked for; -1: all (default: 20)")  # fmt: skip
     engine("--logprobs-mode", default="raw_logprobs", choices=LOGPROBS_MODES)
     engine("--attention-backend", default="auto", choices=ATTENTION_BACKENDS)
-    engine("--seed", type=int, default=0)
+    engine("--seed", type=int, default=0,
+           help="of requests that bring none (default: 0)")  # fmt: skip
 
     http = parser.add_argument_group("HTTP").add_argument
     http("--host", default="0.0.0.0", help="address to listen at (default: all)")
     http("--port", type=int, default=8000, help="port to listen at (default: 8000)")
     http(
         "--api-key", action="append", nargs="+", default=[], metavar="KEY",
-        help="that requests must bring; JPAGED_API_KEY and VLLM_API_KEY do as well",
+        help="that requests must bring (default: JPAGED_API_KEY or VLLM_API_KEY, if set)",
     )  # fmt: skip
     http("--open-metrics", action="store_true", help="/metrics needs no key")
-    http("--max-body-bytes", type=_size, default=32 << 20, metavar="N")
+    http("--max-body-bytes", type=_size, default=32 << 20, metavar="N",
+         help="of a request (default: 32M)")  # fmt: skip
     http(
         "--stall-timeout", type=float, default=120.0, metavar="S",
         help="seconds without a step after which /health is 503 (default: 120)",
@@ -177,25 +123,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--client-timeout", type=float, default=600.0, metavar="S",
         help="seconds that a client may read nothing (default: 600)",
     )  # fmt: skip
-    http("--sse-keep-alive-interval", type=float, default=0.0, metavar="S")
+    http("--sse-keep-alive-interval", type=float, default=0.0, metavar="S",
+         help="seconds of silence until a comment is sent (default: 0, none)")  # fmt: skip
     http(
         "--shutdown-timeout", type=float, default=0.0, metavar="S",
         help="seconds that answers have to end after SIGTERM (default: 0)",
     )  # fmt: skip
-    http("--timeout-keep-alive", type=int, default=5, metavar="S")
+    http("--timeout-keep-alive", type=int, default=5, metavar="S",
+         help="seconds that an idle connection stays open (default: 5)")  # fmt: skip
     for name in ("origins", "methods", "headers"):
         default = [] if name == "origins" else ["*"]
         http(f"--allowed-{name}", type=_json_list, default=default, metavar="JSON", help="CORS")
     http("--allow-credentials", action="store_true", help="CORS")
-    http("--root-path", default="", help="that a proxy has cut off")
+    http("--root-path", default="", metavar="PATH",
+         help="prefix under which a proxy offers the server, cut off by it or not")  # fmt: skip
+    http("--stream-interval", type=int, default=1, metavar="N",
+         help="tokens of an event of a stream at least (default: 1)")  # fmt: skip
+    http("--enable-force-include-usage", action="store_true",
+         help="every stream ends with its usage")  # fmt: skip
     for name in ("keyfile", "certfile", "ca-certs"):
         http(f"--ssl-{name}", metavar="FILE")
     http("--ssl-cert-reqs", type=int, default=0, choices=(0, 1, 2))
     http("--ssl-ciphers", default="TLSv1")
 
     log = parser.add_argument_group("logs").add_argument
-    log("--enable-log-requests", action="store_true", help="a line for each request")
-    log("--log-stats-interval", type=float, default=10.0, metavar="S", help="0: no lines")
+    log(
+        "--enable-log-requests", action="store_true", help="a line for each request (default: none)"
+    )
+    log("--log-stats-interval", type=float, default=10.0, metavar="S",
+        help="seconds between lines on the engines; 0: none (default: 10)")  # fmt: skip
     log(
         "--log-level", "--uvicorn-log-level", default="info",
         choices=("debug", "info", "warning", "error"),
@@ -231,14 +187,14 @@ def read_options(arguments: Sequence[str], environment: Mapping[str, str]) -> Op
         allow_abbrev=False,
     )
     add_arguments(parser)
-    arguments, warnings = _sort_out(_with_config_file(list(arguments)))
-    args = parser.parse_args(arguments)
+    args, warnings = _parse(parser, list(arguments))
     for warning in warnings:
         print(f"jpaged: warning: {warning}", file=sys.stderr)
     models = _models(args)
     keys = [key for group in args.api_key for key in group]
-    for name in ("JPAGED_API_KEY", "VLLM_API_KEY"):
-        keys += [key for key in [environment.get(name, "")] if key]
+    if not keys:  # as in vLLM: the flag instead of the variable
+        found = (environment.get(name, "") for name in ("JPAGED_API_KEY", "VLLM_API_KEY"))
+        keys = [key for key in found if key]
     if not all(key and key.isprintable() for key in keys):
         raise ValueError("--api-key is empty or holds characters that cannot be printed")
     _check(args)
@@ -254,8 +210,21 @@ def read_options(arguments: Sequence[str], environment: Mapping[str, str]) -> Op
         allowed_headers=args.allowed_headers,
         allow_credentials=args.allow_credentials,
         logs_requests=args.enable_log_requests,
+        root_path=args.root_path.rstrip("/"),
     )
     return Options(models, _engine_config(args), http, args.host, args.port, args)
+
+
+def _parse(
+    parser: argparse.ArgumentParser, arguments: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Arguments of the command line and of `--config`, and what is to be said of them."""
+    arguments, warnings = sort_out(arguments)
+    args = parser.parse_args(arguments)
+    if args.config is None:
+        return args, warnings
+    merged, more = sort_out(_merge(_read_config_file(args.config), args, arguments))
+    return parser.parse_args(merged), warnings + more
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -264,13 +233,15 @@ def _check(args: argparse.Namespace) -> None:
         "port": (0, 65535), "stall_timeout": (1, None), "client_timeout": (1, None),
         "shutdown_timeout": (0, None), "max_num_queued_reqs": (0, None),
         "max_body_bytes": (1024, None), "sse_keep_alive_interval": (0, None),
-        "log_stats_interval": (0, None),
+        "log_stats_interval": (0, None), "stream_interval": (1, None),
     }  # fmt: skip
     for name, (low, high) in ranges.items():
         value = getattr(args, name)
         if value is not None and not (low <= value and (high is None or value <= high)):
             allowed = f"at least {low}" if high is None else f"from {low} to {high}"
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be {allowed}")
+    if args.root_path and not args.root_path.startswith("/"):
+        raise ValueError(f"--root-path is {args.root_path!r}; it must begin with '/'")
     if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
         raise ValueError("--ssl-keyfile and --ssl-certfile belong together; give both")
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
@@ -300,16 +271,20 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
             seed=args.seed,
         )
     except ValueError as error:
-        names = {
-            "memory_utilization": "gpu_memory_utilization",
-            "num_blocks": "num_gpu_blocks_override",
-        }
-        text = re.sub(
-            r"EngineConfig\.(\w+)",
-            lambda found: "--" + names.get(found[1], found[1]).replace("_", "-"),
-            str(error),
-        )
-        raise ValueError(text) from None
+        raise ValueError(as_flags(str(error))) from None
+
+
+def as_flags(text: str) -> str:
+    """A message of the engine's in which fields of its configuration go by their flags."""
+    names = {
+        "memory_utilization": "gpu_memory_utilization",
+        "num_blocks": "num_gpu_blocks_override",
+    }
+    return re.sub(
+        r"EngineConfig\.(\w+)",
+        lambda found: "--" + names.get(found[1], found[1]).replace("_", "-"),
+        text,
+    )
 
 
 def _models(args: argparse.Namespace) -> list[ModelOptions]:
@@ -376,65 +351,45 @@ def _share_out(models: list[ModelOptions], texts: Sequence[str]) -> None:
         model.memory_share = shares.get(model.names[0], left / len(others) if others else 0.0)
 
 
-def _with_config_file(arguments: list[str]) -> list[str]:
-    """The flags of `--config`, in front of those of the command line, which thus count."""
-    for index, argument in enumerate(arguments):
-        if argument != "--config" and not argument.startswith("--config="):
-            continue
-        _, equals, path = argument.partition("=")
-        path = path if equals else (arguments[index + 1 : index + 2] or [""])[0]
-        rest = arguments[:index] + arguments[index + (1 if equals else 2) :]
-        try:
-            settings: Any = yaml.safe_load(Path(path).read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise ValueError(f"--config is {path!r}, which cannot be read: {error}") from None
-        if not isinstance(settings, dict):
-            raise ValueError(f"--config is {path!r}; it must hold flags, a line each: NAME: VALUE")
-        given: list[str] = []
-        for key, value in cast(dict[Any, Any], settings).items():
-            flag = "--" + str(key).replace("_", "-")
-            if value is True:
-                given.append(flag)
-            elif value is False or value is None:
-                if flag == "--enable-prefix-caching":
-                    given.append("--no-enable-prefix-caching")
-            elif isinstance(value, list):
-                given += [flag, *map(str, cast(list[Any], value))]
-            elif isinstance(value, dict):
-                given += [flag, yaml.safe_dump(value, default_flow_style=True).strip()]
-            else:
-                given += [flag, str(value)]
-        return given + rest
-    return arguments
-
-
-def _sort_out(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Takes out flags that mean nothing here; returns the others and what is to be said.
-
-    Raises:
-        ValueError: If one asks for what there is not.
-    """
-    kept: list[str] = []
-    warnings: list[str] = []
-    place = 0
-    while place < len(arguments):
-        flag, equals, value = arguments[place].partition("=")
-        flag = _SHORT.get(flag, flag)
-        place += 1
-        if flag in GONE_FLAGS:
-            count, meaning = GONE_FLAGS[flag]
-            warnings.append(f"{flag} does nothing here: {meaning}")
-            place += count if not equals else 0
-        elif flag in REFUSED_FLAGS:
-            allowed, reason = REFUSED_FLAGS[flag]
-            if flag not in _NO_ARGUMENT and not equals:
-                value = (arguments[place : place + 1] or [""])[0]
-                place += 1
-            if value not in allowed or not allowed:
-                raise ValueError(f"{flag} {value}".strip() + f" is not offered: {reason}")
+def _read_config_file(path: str) -> dict[str, list[str]]:
+    """Arguments of each flag in a YAML file."""
+    try:
+        settings: Any = yaml.safe_load(Path(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"--config is {path!r}, which cannot be read: {error}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"--config is {path!r}; it must hold flags, a line each: NAME: VALUE")
+    flags: dict[str, list[str]] = {}
+    for key, value in cast(dict[Any, Any], settings).items():
+        flag = "--" + str(key).replace("_", "-")
+        if value is True:
+            flags[flag] = []
+        elif value is False or value is None:
+            if flag == "--enable-prefix-caching" and value is False:
+                flags["--no-enable-prefix-caching"] = []
+        elif isinstance(value, list) and not flag.startswith("--allowed-"):
+            flags[flag] = [str(entry) for entry in cast(list[Any], value)]
+        elif isinstance(value, list | dict):
+            flags[flag] = [json.dumps(value)]
         else:
-            kept.append(arguments[place - 1])
-    return kept, warnings
+            flags[flag] = [str(value)]
+    return flags
+
+
+def _merge(
+    flags: dict[str, list[str]], given: argparse.Namespace, arguments: list[str]
+) -> list[str]:
+    """Arguments of a file and of a command line, whose word on the same thing counts."""
+    told = {argument.partition("=")[0] for argument in arguments}
+    if given.models or "--model" in told:
+        told |= {"--model", "--served-model-name"}
+    merged: list[str] = []
+    for flag, values in flags.items():
+        if flag not in told:
+            # One text each, so that a value that begins with "-" is one.
+            alone = len(values) == 1 or flag == "--model"
+            merged += [f"{flag}={value}" for value in values] if alone else [flag, *values]
+    return merged + arguments
 
 
 def _size(text: str) -> int:

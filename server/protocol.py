@@ -33,7 +33,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1.0, 1),
     "prompt_embeds": _OFF,
     "logprob_token_ids": _OFF,
-    "tools": (None,),
+    "tools": (None,),  # of chats, see ChatRequest
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
     "functions": _OFF,
@@ -47,7 +47,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_decoding_backend": _OFF,
     "guided_whitespace_pattern": _OFF,
     "reasoning_effort": (None, "none"),
-    "include_reasoning": (None, True),
+    "include_reasoning": (None, True, False),  # there is none to include
     "thinking_token_budget": _OFF,
     "return_weight_versions": _OFF,
     "return_token_offsets": _OFF,
@@ -244,6 +244,30 @@ class ChatRequest(GenerationRequest):
     chat_template: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+
+    def check(self) -> None:
+        """Refuses calls of tools; which there are is told to the template.
+
+        Raises:
+            ApiError: Naming the field.
+        """
+        super().check()
+        if self.tools is not None and not self.tools:
+            raise bad_request("tools is []; leave it out", "tools")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise bad_request(
+                f"tool_choice is {_shown(self.tool_choice)}; jpaged does not offer it: leave it "
+                "out",
+                "tool_choice",
+            )
+        if self.tools and self.tool_choice != "none":
+            raise bad_request(
+                "tools is given; jpaged does not read calls of tools out of answers: leave it out, "
+                'or set tool_choice to "none" to have the tools in the prompt only',
+                "tools",
+            )
 
 
 class TokenizeRequest(BaseModel):

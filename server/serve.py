@@ -19,10 +19,11 @@ from jpaged.checkpoint import open_checkpoint
 from jpaged.sampling_params import read_generation_config
 from server.app import Server, create_app
 from server.engine_client import EngineClient, EngineState, Observer
+from server.logs import set_up_logging
 from server.messages import ModelSpec
 from server.metrics import Metrics
 from server.models import Models, ServedModel
-from server.options import Options, jax_environment, read_options
+from server.options import Options, as_flags, jax_environment, read_options
 from server.stats_log import log_stats
 from server.tracing import Tracer
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop; returns the exit status."""
     try:
         options = read_options(sys.argv[1:] if arguments is None else arguments, os.environ)
-        set_up_logging(options.args.log_level)
+        set_up_logging(logging.getLevelNamesMapping()[options.args.log_level.upper()])
         _set_hub(options)
         served, specs = load_models(options)
         observers: list[Observer] = []
@@ -61,16 +62,6 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-def set_up_logging(level: str) -> None:
-    """Lines as vLLM has them, near enough for eyes and for grep."""
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(levelname)s %(asctime)s [%(name)s] %(message)s",
-        datefmt="%m-%d %H:%M:%S",
-    )
-    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.root.level))
 
 
 def _set_hub(options: Options) -> None:
@@ -102,11 +93,16 @@ def load_models(options: Options) -> tuple[list[ServedModel], list[ModelSpec]]:
     specs: list[ModelSpec] = []
     for index, model in enumerate(options.models):
         is_shown = sys.stderr.isatty()
-        with open_checkpoint(
-            model.path, revision=args.revision, show_progress=is_shown
-        ) as checkpoint:
-            tokenizer = checkpoint.tokenizer()
-            own = checkpoint.generation_config if args.generation_config == "auto" else {}
+        try:
+            with open_checkpoint(
+                model.path, revision=args.revision, show_progress=is_shown
+            ) as checkpoint:
+                tokenizer = checkpoint.tokenizer()
+                own = checkpoint.generation_config if args.generation_config == "auto" else {}
+        except (ValueError, OSError) as error:
+            if len(options.models) == 1:
+                raise
+            raise ValueError(f"{model.names[0]} ({model.path}): {error}") from None
         served.append(
             ServedModel(
                 index=index,
@@ -121,6 +117,8 @@ def load_models(options: Options) -> tuple[list[ServedModel], list[ModelSpec]]:
                 template_kwargs=kwargs,
                 takes_priorities=args.scheduling_policy == "priority",
                 max_logprobs=args.max_logprobs,
+                stream_interval=args.stream_interval,
+                always_includes_usage=args.enable_force_include_usage,
             )
         )
         specs.append(
@@ -201,7 +199,6 @@ async def serve(
             access_log=False,
             lifespan="off",
             timeout_keep_alive=args.timeout_keep_alive,
-            root_path=args.root_path,
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
             ssl_ca_certs=args.ssl_ca_certs,
@@ -235,6 +232,8 @@ async def serve(
                 status = FAILURE
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), _LAST_WORDS_S)
+        for task in tasks[2:]:
+            task.cancel()
         await _drain(server, http, args.shutdown_timeout if status == 0 else 0.0)
     finally:
         await client.stop()
@@ -243,7 +242,8 @@ async def serve(
         for task in tasks[1:]:
             task.cancel()
     if problem is not None:  # the last line, where people look
-        print(f"jpaged: error: {problem.spec.name}: {problem.failure}", file=sys.stderr)
+        reason = as_flags(problem.failure or "")
+        print(f"jpaged: error: {problem.spec.name}: {reason}", file=sys.stderr)
         return MISTAKE if problem.is_mistake else FAILURE
     return status
 

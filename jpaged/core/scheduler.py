@@ -149,7 +149,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._kv = kv_cache_manager
         self.max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._token_buckets = tuple(token_buckets)
         self._max_chunk_tokens = long_prefill_token_threshold or max_num_batched_tokens
@@ -287,7 +287,7 @@ class Scheduler:
         chunks = self._schedule_chunks(lacking, decodes, preempted)
         num_tokens = len(decodes) + sum(chunk.num_tokens for chunk in chunks)
         if self._waiting and not preempted:
-            num_tokens += self._admit(lacking, chunks, self._max_num_batched_tokens - num_tokens)
+            num_tokens += self._admit(lacking, chunks, self.max_num_batched_tokens - num_tokens)
         if num_tokens > len(decodes) + len(chunks):
             target = cut_to_bucket(num_tokens, len(decodes), self._token_buckets)
             self._cut_chunks(chunks, num_tokens - target)
@@ -373,7 +373,7 @@ class Scheduler:
                 continue
             if start < num_slots[request.row] or self._grow(request, 1, preempted, decodes):
                 decodes.append(_new_tuple(ScheduledRequest, (request, start, 1, True)))
-        del decodes[self._max_num_batched_tokens :]
+        del decodes[self.max_num_batched_tokens :]
         return decodes, lacking
 
     def _schedule_chunks(
@@ -384,7 +384,7 @@ class Scheduler:
     ) -> list[ScheduledRequest]:
         """Schedules the running requests that lack several tokens, as far as the budget goes."""
         chunks: list[ScheduledRequest] = []
-        budget = self._max_num_batched_tokens - len(decodes)
+        budget = self.max_num_batched_tokens - len(decodes)
         for request in lacking:
             if request.status is not Status.RUNNING:
                 continue
@@ -397,7 +397,7 @@ class Scheduler:
             if preempted:
                 # What was planned for victims is free again.
                 num_planned = len(decodes) + sum(chunk.num_tokens for chunk in chunks)
-                budget = self._max_num_batched_tokens - num_planned
+                budget = self.max_num_batched_tokens - num_planned
         return chunks
 
     def _admit(self, lacking: list[Request], chunks: list[ScheduledRequest], budget: int) -> int:

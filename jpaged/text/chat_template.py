@@ -64,7 +64,7 @@ class ChatTemplate:
         Args:
             messages: At least one; each has a `role` and usually a `content`, a string or a list
                 of text parts (`{"type": "text", "text": ...}`). Keys whose value is `None` count
-                as absent.
+                as absent, and no content as an empty one, as in vLLM.
             add_generation_prompt: End with the header of the assistant's turn.
             continue_final_message: End with the content of the last message, so that the model
                 continues it; `add_generation_prompt` must then be False. As in transformers, what
@@ -99,6 +99,8 @@ class ChatTemplate:
         variables |= {
             "tools": _objects("tools", tools), "documents": _objects("documents", documents)
         }  # fmt: skip
+        if continue_final_message:
+            _check_has_content(messages)
         plain = [
             self._plain_message(index, message, content_format)
             for index, message in enumerate(messages)
@@ -122,9 +124,7 @@ class ChatTemplate:
             if key in plain:
                 plain = {"thinking": plain[key], **plain, "reasoning_content": plain[key]}
                 break
-        if "content" not in plain:
-            return plain
-        content = plain["content"]
+        content = plain.setdefault("content", "")
         if not isinstance(content, (str, list, tuple)):
             raise ValueError(f"{owner}.content is {content!r}; it must be a string or text parts")
         takes_parts, takes_strings = self._takes(content_format)
@@ -176,15 +176,19 @@ def _text_part(owner: str, part: Any) -> dict[str, Any]:
     return {"type": "text", "text": part[key]}
 
 
-def _append_tag(messages: list[dict[str, Any]], source: str) -> str:
-    """Marks the end of the last message's content, and returns the text before the mark."""
+def _check_has_content(messages: Sequence[Any]) -> None:
     final = messages[-1]
-    content = final.get("content")
-    if content is None or content == []:
+    if isinstance(final, Mapping) and final.get("content") in (None, []):
         raise ValueError(
             f"continue_final_message is True, but messages[{len(messages) - 1}] has no content; "
             "give it the beginning of the answer"
         )
+
+
+def _append_tag(messages: list[dict[str, Any]], source: str) -> str:
+    """Marks the end of the last message's content, and returns the text before the mark."""
+    final = messages[-1]
+    content = final["content"]
     if "content" not in source:
         raise ValueError("continue_final_message is True, but the chat_template writes no content")
     if isinstance(content, str):

@@ -247,6 +247,8 @@ def test_defaults_of_what_is_not_offered_are_accepted(fake):
 def test_what_nobody_knows_is_named(fake):
     answer = fake.post("/v1/completions", {"model": "tiny", "prompt": "x", "foo": 1, "bar": [2]})
     assert answer.status_code == 200 and answer.headers["x-jpaged-ignored"] == "bar, foo"
+    answer = fake.post("/v1/completions", {"model": "tiny", "prompt": "a", "\x1f\r\nü": 1})
+    assert answer.status_code == 200 and answer.headers["x-jpaged-ignored"] == "????"
 
 
 def test_request_ids_come_back(fake):
@@ -357,3 +359,44 @@ def test_streams_give_the_prompt_back_once_where_plain_answers_do(fake):
     for name in ("prompt_text", "prompt_token_ids"):
         assert first[name] == plain[name]
         assert not any(name in chunk for chunk in others)
+
+
+def test_histories_with_calls_of_tools_are_read(fake):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "r"},
+        {"role": "assistant"},
+        {"role": "user", "content": "q"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 1}
+    assert fake.post("/v1/chat/completions", body).status_code == 200
+    body["tools"] = tools
+    refused = fake.post("/v1/chat/completions", body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
+    assert fake.post("/v1/chat/completions", body | {"tool_choice": "none"}).status_code == 200
+
+
+def test_what_is_asked_beyond_the_limits_is_named(fake):
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "q"}]}
+    for path, body, param in (
+        ("chat/completions", chat | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("chat/completions", chat | {"max_tokens": -1}, "max_tokens"),
+        ("completions", {"model": "tiny", "prompt": "a", "logprobs": 21}, "logprobs"),
+        ("completions", {"model": "tiny", "prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+        ("completions", {"model": "tiny", "prompt": "a", "max_tokens": -1}, "max_tokens"),
+    ):
+        answer = fake.post(f"/v1/{path}", body)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == param, error
+        assert "EngineConfig" not in error["message"]
+
+
+def test_latencies_of_answers_without_tokens_are_no_nonsense(fake):
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 0, "echo": True}
+    assert fake.post("/v1/completions", body).status_code == 200
+    text = httpx.get(f"{fake.url}/metrics").text
+    for name in ("e2e_request_latency", "request_inference_time", "request_decode_time"):
+        assert metric(text, f"vllm:{name}_seconds_sum") >= 0

@@ -244,3 +244,34 @@ def test_preemption_is_invisible(tiny_model):
             thread.join()
         assert results == [answer_to(prompt, 120) for prompt in prompts]
         assert metric(server.get("/metrics").text, "vllm:num_preemptions_total") > 0
+
+
+def test_a_prefix_of_paths_may_be_cut_off_or_not(tiny_model):
+    http_options = HttpOptions(api_keys=["key"], root_path="/llm", guards_metrics=False)
+    with RunningServer(tiny_model("gqa"), http=http_options) as server:
+        headers = {"authorization": "Bearer key"}
+        for prefix in ("", "/llm"):
+            assert server.get(f"{prefix}/health").status_code == 200
+            assert server.get(f"{prefix}/metrics").status_code == 200
+            assert server.get(f"{prefix}/v1/models").status_code == 401
+            assert server.get(f"{prefix}/v1/models", headers=headers).status_code == 200
+        assert server.get("/llm/llm/v1/models", headers=headers).status_code == 404
+        document = server.get("/openapi.json", headers=headers).json()
+        assert document["servers"] == [{"url": "/llm"}]
+
+
+def test_browsers_of_allowed_origins_are_answered(tiny_model):
+    http_options = HttpOptions(allowed_origins=["http://a.example"], api_keys=["key"])
+    with RunningServer(tiny_model("gqa"), http=http_options) as server:
+        ask = {
+            "origin": "http://a.example",
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type",
+        }
+        allowed = httpx.options(f"{server.url}/v1/completions", headers=ask)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "http://a.example"
+        denied = httpx.options(
+            f"{server.url}/v1/completions", headers=ask | {"origin": "http://b.example"}
+        )
+        assert denied.status_code == 400

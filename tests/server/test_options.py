@@ -2,7 +2,8 @@
 
 import pytest
 
-from server.options import GONE_FLAGS, REFUSED_FLAGS, Options, jax_environment, read_options
+from server.options import Options, jax_environment, read_options
+from server.other_flags import GONE_FLAGS, REFUSED_FLAGS
 
 
 def read(*arguments: str, **environment: str) -> Options:
@@ -106,8 +107,37 @@ def test_a_configuration_file_stands_behind_the_command_line(tmp_path):
 
 
 def test_keys_come_from_flags_and_environment():
+    options = read(VLLM_API_KEY="c", JPAGED_API_KEY="d")
+    assert options.http.api_keys == ["d", "c"]
     options = read("--api-key", "a", "b", VLLM_API_KEY="c", JPAGED_API_KEY="d")
-    assert options.http.api_keys == ["a", "b", "d", "c"]
+    assert options.http.api_keys == ["a", "b"]
+
+
+def test_the_command_line_counts_against_the_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: X\nserved-model-name: old\napi-key: [a, b]\nkv-cache-share: [old=1.0]\n"
+        "override-generation-config:\n  temperature: 0.5\n"
+        'allowed-origins: ["http://localhost:3000"]\nport: 1\n'
+    )
+    options = read("--config", str(path))
+    assert options.models[0].names == ["old"] and options.http.api_keys == ["a", "b"]
+    assert options.args.override_generation_config == '{"temperature": 0.5}'
+    assert options.http.allowed_origins == ["http://localhost:3000"]
+    for arguments, names, path_ in (
+        (("Y", "--kv-cache-share", "Y=1"), ["Y"], "Y"),
+        (("--model", "Y", "--kv-cache-share", "Y=1"), ["Y"], "Y"),
+        (("--served-model-name", "new", "--kv-cache-share", "new=1"), ["new"], "X"),
+    ):
+        options = read("--config", str(path), *arguments, "--api-key", "c")
+        assert (options.models[0].names, options.models[0].path) == (names, path_)
+        assert len(options.models) == 1 and options.http.api_keys == ["c"]
+
+
+@pytest.mark.parametrize("arguments", [("-O3",), ("--cudagraph-capture-sizes", "1", "2")])
+def test_flags_that_mean_nothing_take_their_arguments_along(arguments, capsys):
+    assert read("X", *arguments, "--port", "1").port == 1
+    assert "does nothing here" in capsys.readouterr().err
 
 
 def test_the_device_is_the_engine_process_s_business():

@@ -123,3 +123,15 @@ def test_streams_of_text_are_whole_characters(real, llm):
         text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
     plain = real.post("/v1/completions", body | {"stream": False}).json()
     assert text == plain["choices"][0]["text"]
+
+
+def test_an_echo_streams_the_log_probabilities_of_the_prompt(real):
+    body = {"model": "tiny", "prompt": "echo", "max_tokens": 3, "temperature": 0}
+    body |= {"echo": True, "logprobs": 2}
+    plain = real.post("/v1/completions", body).json()["choices"][0]
+    events = real.post("/v1/completions", body | {"stream": True}).text.split("\n\n")[:-2]
+    chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert "".join(chunk["text"] for chunk in chunks) == plain["text"]
+    for name, values in plain["logprobs"].items():
+        parts = [chunk["logprobs"][name] for chunk in chunks if chunk["logprobs"]]
+        assert sum(parts, []) == values
