@@ -9,12 +9,14 @@ from typing import Any
 from jpaged.answers import describe_logprobs
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.request import TokenLogprobs
+from jpaged.sampling_params import SamplingParams
 from jpaged.text.tokenizer import Tokenizer
-from server.errors import ApiError, internal_error
+from server.errors import ApiError, bad_request, internal_error
 from server.generation import Delta, Generation, read
 from server.models import Models, ServedModel
 from server.protocol import GenerationRequest
 
+MAX_ANSWERS = 4096  # of one request
 DONE = b"data: [DONE]\n\n"
 
 
@@ -87,6 +89,21 @@ class Job:
                 "cached_tokens": sum(request.num_cached_tokens for request in requests)
             },
         }
+
+
+def check_num_answers(num_prompts: int, params: SamplingParams) -> None:
+    """Refuses a request that alone would keep the server busy.
+
+    Raises:
+        ApiError: Naming `n`.
+    """
+    num_answers = num_prompts * params.num_samples
+    if num_answers > MAX_ANSWERS:
+        raise bad_request(
+            f"n is {params.num_samples} for {num_prompts} prompts, {num_answers} answers; one "
+            f"request may ask for {MAX_ANSWERS}: send several",
+            "n",
+        )
 
 
 _ERROR = "the model gave no token that may come: its logits are not finite, or all were excluded"

@@ -117,8 +117,12 @@ def create_app(server: Server) -> Starlette:
     ) -> Callable[[Request], Awaitable[Any]]:
         async def endpoint(request: Request) -> Any:
             content = await read_body(request, options.max_body_bytes)
+            if issubclass(kind, GenerationRequest):  # until its answer is sent
+                request.state.is_load = True
+                server.load += 1
             async with server.entrance:
                 body = parse(kind, await _read_json(content))
+                await asyncio.sleep(0)  # or the four would be no limit
             return await function(server, request, body)
 
         return endpoint
@@ -133,6 +137,7 @@ def create_app(server: Server) -> Starlette:
         Route("/v1/completions", handle(CompletionRequest, _completions), methods=["POST"]),
         Route("/v1/chat/completions", handle(ChatRequest, _chat), methods=["POST"]),
         Route("/v1/models", get(_list_models)),
+        Route("/v1/models/", get(_list_models)),
         Route("/v1/models/{id:path}", get(_show_model)),
         Route("/tokenize", handle(TokenizeRequest, _tokenize), methods=["POST"]),
         Route("/detokenize", handle(DetokenizeRequest, _detokenize), methods=["POST"]),
@@ -187,8 +192,6 @@ class Surroundings:
         request_id = given if _is_id(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         started, status = time.perf_counter(), 0
-        is_load = scope["method"] == "POST" and scope["path"].startswith("/v1/")
-        self._server.load += is_load
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -208,7 +211,7 @@ class Surroundings:
             error = internal_error(f"something went wrong here; the log has it by {request_id}")
             await error.response()(scope, receive, send_with_id)
         finally:
-            self._server.load -= is_load
+            self._server.load -= scope["state"].get("is_load", False)
             seconds = time.perf_counter() - started
             route = scope.get("route")
             path = getattr(route, "path", "none")
@@ -313,8 +316,7 @@ async def _generate(
     if not _is_id(request_id):
         raise bad_request("request_id must have 1 to 128 ASCII characters", "request_id")
     headers = _note_ignored(server, body)
-    async with server.entrance:
-        job = await start(server.models, body, request_id)
+    job = await start(server.models, body, request_id)
     if trace := request.headers.get("traceparent"):
         for generation in job.generations:
             generation.trace_headers = {"traceparent": trace}
@@ -324,13 +326,13 @@ async def _generate(
         finally:
             job.abort()
         return Response(to_json(result), headers=headers, media_type="application/json")
-    stream = events(job)
+    stream, keep_alive_s = events(job), server.options.keep_alive_s
     return EventStream(
-        await first_event(request.receive, stream),
+        await first_event(request.receive, stream, timeout_s=keep_alive_s or None),
         stream,
         headers=headers,
         patience_s=server.options.patience_s,
-        keep_alive_s=server.options.keep_alive_s,
+        keep_alive_s=keep_alive_s,
     )
 
 
@@ -379,8 +381,8 @@ async def _tokenize(server: Server, request: Request, body: TokenizeRequest) -> 
     if body.messages is not None:
         _, token_ids = await server.models.render(model, body)
     else:
-        token_ids = await server.models.encode(
-            model, body.prompt or "", add_special_tokens=body.add_special_tokens is not False
+        [token_ids] = await server.models.encode(
+            model, [body.prompt or ""], add_special_tokens=body.add_special_tokens is not False
         )
     strings = None
     if body.return_token_strs:
@@ -403,7 +405,12 @@ async def _detokenize(server: Server, request: Request, body: DetokenizeRequest)
                 f"tokens holds {token_id}; ids go from 0 to {model.tokenizer.vocab_size - 1}",
                 "tokens",
             )
-    return _json({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    text = await server.models.beside_if_long(
+        len(body.tokens),
+        lambda: model.tokenizer.decode(body.tokens, skip_special_tokens=False),
+        "tokens",
+    )
+    return _json({"prompt": text})
 
 
 def _health(server: Server, request: Request) -> Response:

@@ -9,6 +9,7 @@ from jpaged.outputs import CompletionOutput, RequestOutput
 from server.answers import (
     Job,
     LogprobWriter,
+    check_num_answers,
     choice_end,
     describe_prompt_logprobs,
     stream,
@@ -48,6 +49,8 @@ async def start(models: Models, request: ChatRequest, request_id: str) -> Job:
     params = request.sampling_params(
         model.defaults, max_tokens=max_tokens, logprobs=(top or 0) if request.logprobs else None
     )
+    check_num_answers(1, params)
+    bad_words = await models.encode_bad_words(model, request)
     text, token_ids = await models.render(model, request)
     token_ids = models.cut_prompt(model, request, token_ids, "messages")
     models.check_room(model, len(token_ids), max_tokens, param)
@@ -57,7 +60,7 @@ async def start(models: Models, request: ChatRequest, request_id: str) -> Job:
     job.generations.append(
         models.submit(
             model, request, token_ids, params,
-            request_id=job.response_id, news=job.news, prompt=text,
+            request_id=job.response_id, bad_words=bad_words, news=job.news, prompt=text,
         )
     )  # fmt: skip
     return job

@@ -9,6 +9,7 @@ from jpaged.outputs import CompletionOutput, RequestOutput
 from server.answers import (
     Job,
     LogprobWriter,
+    check_num_answers,
     choice_end,
     describe_prompt_logprobs,
     stream,
@@ -37,15 +38,20 @@ async def start(models: Models, request: CompletionRequest, request_id: str) -> 
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
         asked = request.model_copy(update={"prompt_logprobs": request.logprobs})
     params = asked.sampling_params(model.defaults, max_tokens=max_tokens, logprobs=request.logprobs)
+    given = _prompts(request)
+    check_num_answers(len(given), params)
+    bad_words = await models.encode_bad_words(model, request)
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    for text in texts:
+        models.check_length(model, request, text, "prompt")
+    encoded = iter(
+        await models.encode(
+            model, texts, add_special_tokens=request.add_special_tokens is not False
+        )
+    )
     prompts: list[tuple[str | None, list[int]]] = []
-    for prompt in _prompts(request):
-        if isinstance(prompt, str):
-            token_ids = await models.encode(
-                model, prompt, add_special_tokens=request.add_special_tokens is not False
-            )
-            text: str | None = prompt
-        else:
-            text, token_ids = None, prompt
+    for prompt in given:
+        text, token_ids = (prompt, next(encoded)) if isinstance(prompt, str) else (None, prompt)
         token_ids = models.cut_prompt(model, request, token_ids, "prompt")
         if is_given:
             models.check_room(model, len(token_ids), max_tokens, "max_tokens")
@@ -56,9 +62,10 @@ async def start(models: Models, request: CompletionRequest, request_id: str) -> 
             job.generations.append(
                 models.submit(
                     model, request, token_ids, params,
-                    request_id=job.response_id, news=job.news, prompt=text,
+                    request_id=job.response_id, bad_words=bad_words, news=job.news, prompt=text,
                 )
             )  # fmt: skip
+            await asyncio.sleep(0)  # others have their turn
     except BaseException:
         job.abort()
         raise

@@ -170,11 +170,12 @@ class EngineClient:
         *,
         request_id: str,
         news: asyncio.Event,
+        bad_words: tuple[tuple[int, ...], ...] = (),
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
     ) -> Generation:
-        """Sends a prompt to a model's engine.
+        """Sends a prompt to a model's engine; `bad_words` are the ids of those in `params`.
 
         Raises:
             ApiError: If the model cannot serve.
@@ -198,7 +199,6 @@ class EngineClient:
         state.generations |= dict.fromkeys(generation.ids, generation)
         if len(state.generations) == len(generation.ids):
             state.heard = time.monotonic()  # it was idle, and had nothing to tell
-        bad_words = tokenizer.encode_bad_words(params.bad_words or ())
         self._write(
             messages.Add(model, engine_id, token_ids, params, bad_words, priority, cache_salt)
         )

@@ -148,9 +148,9 @@ class Generation:
 
     def end(self, reason: FinishReason) -> None:
         """Ends what is unfinished, as it is."""
-        for request_id, index in list(self.ids.items()):
-            self.take(Tokens(request_id, [], (), reason), time.monotonic())
-            assert index not in self.ids.values()
+        now = time.monotonic()
+        for request_id in list(self.ids):
+            self.take(Tokens(request_id, [], (), reason), now)
 
     def fail(self, error: ApiError) -> None:
         """Ends it with an error, which whoever reads it gets."""

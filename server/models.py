@@ -1,7 +1,7 @@
 """The models that a server offers: names, tokenizer, defaults; from text to the engine and back."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,14 @@ from server.protocol import GenerationRequest
 
 # Longer texts are encoded beside the event loop, which they would hold up for milliseconds.
 _LONG_TEXT = 4000
+
+# Variables that requests set by fields of their own, or not at all.
+RESERVED_VARIABLES = frozenset(
+    {
+        "messages", "chat_template", "content_format", "add_generation_prompt",
+        "continue_final_message", "documents", "tools", "self",
+    }
+)  # fmt: skip
 
 
 @dataclass
@@ -66,6 +74,25 @@ class Models:
         self.all = list(models)
         self.client = client
         self._by_name = {name: model for model in models for name in model.names}
+        # So that a few requests with huge texts do not take all threads and memory.
+        self._long_work = asyncio.Semaphore(2)
+
+    async def beside_if_long[Result](
+        self, size: int, work: Callable[[], Result], param: str
+    ) -> Result:
+        """What `work` gives, done beside the event loop if it reads many characters.
+
+        Raises:
+            ApiError: If it refuses them.
+        """
+        try:
+            if size < _LONG_TEXT:
+                return work()
+            async with self._long_work:
+                return await asyncio.to_thread(work)
+        except (ValueError, TypeError) as error:
+            message = str(error).removeprefix("SamplingParams.")
+            raise bad_request(message, param) from None
 
     def find(self, name: str | None) -> ServedModel:
         """The model of a request; without a name, the first.
@@ -73,7 +100,7 @@ class Models:
         Raises:
             ApiError: If there is none of that name.
         """
-        model = self.all[0] if not name else self._by_name.get(name)
+        model = self.all[0] if name is None else self._by_name.get(name)
         if model is None:
             known = ", ".join(self._by_name)
             raise not_found(f"The model `{name}` does not exist. Here are: {known}.", "model")
@@ -84,19 +111,50 @@ class Models:
         limits = self.client.states[model.index].limits
         return None if limits is None else limits.max_model_len
 
-    async def encode(self, model: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text.
+    async def encode(
+        self, model: ServedModel, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """Token ids of texts.
 
         Raises:
-            ApiError: If it is no text.
+            ApiError: If one is no text.
         """
-        encode = model.tokenizer.encode
-        try:
-            if len(text) < _LONG_TEXT:
-                return encode(text, add_special_tokens=add_special_tokens)
-            return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
-        except ValueError as error:
-            raise bad_request(str(error), "prompt") from None
+
+        def encode() -> list[list[int]]:
+            return [
+                model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+                for text in texts
+            ]
+
+        return await self.beside_if_long(sum(map(len, texts)), encode, "prompt")
+
+    async def encode_bad_words(
+        self, model: ServedModel, request: GenerationRequest
+    ) -> tuple[tuple[int, ...], ...]:
+        """Token ids of what may not be said.
+
+        Raises:
+            ApiError: If it has none.
+        """
+        words = request.bad_words or ()
+
+        def encode() -> tuple[tuple[int, ...], ...]:
+            return model.tokenizer.encode_bad_words(words)
+
+        return await self.beside_if_long(100 * sum(map(len, words)), encode, "bad_words")
+
+    def check_length(self, model: ServedModel, request: Any, text: str, param: str) -> None:
+        """Refuses a text that no tokenizer could make fit, before it is worked on.
+
+        Raises:
+            ApiError: As for what does not fit.
+        """
+        limit = self.max_model_len(model)
+        if limit is None or request.truncate_prompt_tokens is not None:
+            return
+        least = len(text) // model.tokenizer.longest_token
+        if least > limit:
+            raise self.too_long(limit, least, None, param)
 
     async def render(
         self, model: ServedModel, request: Any, *, param: str = "messages"
@@ -121,6 +179,12 @@ class Models:
                 param,
             )
         kwargs: dict[str, Any] = {**model.template_kwargs, **(request.chat_template_kwargs or {})}
+        for name in kwargs.keys() & RESERVED_VARIABLES:
+            raise bad_request(
+                f"chat_template_kwargs holds {name!r}, which is no variable of the template's own; "
+                "set the field of the request instead, where there is one",
+                "chat_template_kwargs",
+            )
 
         def render() -> tuple[str, list[int]]:
             text = tokenizer.render_chat(
@@ -137,10 +201,12 @@ class Models:
             return text, tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
 
         size = sum(len(str(message.get("content"))) for message in request.messages)
-        try:
-            return render() if size < _LONG_TEXT else await asyncio.to_thread(render)
-        except (ValueError, TypeError) as error:
-            raise bad_request(str(error), param) from None
+        if isinstance(request, GenerationRequest):
+            limit = self.max_model_len(model)
+            # A template may leave messages out, but hardly all.
+            if limit is not None and size // model.tokenizer.longest_token > 16 * limit:
+                raise self.too_long(limit, size // model.tokenizer.longest_token, None, param)
+        return await self.beside_if_long(size, render, param)
 
     @staticmethod
     def check_logprobs(model: ServedModel, param: str, count: int | None) -> None:
@@ -173,7 +239,10 @@ class Models:
                     f"truncate_prompt_tokens is {wanted}; it must be -1 or at least 1",
                     "truncate_prompt_tokens",
                 )
-            count = (limit or len(token_ids)) if wanted == -1 else wanted
+            count = wanted
+            if wanted == -1:  # what fits, with room for an answer
+                room = 1 if request.max_tokens is None else request.max_tokens
+                count = max(1, limit - room) if limit is not None else len(token_ids)
             from_left = request.truncation_side != "right"
             token_ids = token_ids[-count:] if from_left else token_ids[:count]
         if not token_ids:
@@ -213,6 +282,7 @@ class Models:
         params: SamplingParams,
         *,
         request_id: str,
+        bad_words: tuple[tuple[int, ...], ...],
         news: asyncio.Event,
         prompt: str | None = None,
     ) -> Generation:
@@ -233,6 +303,7 @@ class Models:
             params,
             model.tokenizer,
             request_id=request_id,
+            bad_words=bad_words,
             news=news,
             prompt=prompt,
             priority=request.priority or 0,

@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine").add_argument
     engine("--device", default="auto", choices=("auto", "cpu", "cuda", "gpu"))
     engine("--max-model-len", type=_size, metavar="N",
-           help="tokens of prompt and answer, such as 8k (default: -1 or auto, the model's, or what "
-           "the KV cache holds if that is less)")  # fmt: skip
+           help="tokens of prompt and answer, such as 8k (default: -1 or auto, the model's, or "
+           "what the KV cache holds if that is less)")  # fmt: skip
     engine("--max-num-seqs", type=int, metavar="N",
            help="requests in one step at most (default: 16 on CPU, 256 on GPU)")  # fmt: skip
     engine("--max-num-batched-tokens", type=_size, metavar="N",
@@ -234,6 +234,7 @@ def _check(args: argparse.Namespace) -> None:
         "shutdown_timeout": (0, None), "max_num_queued_reqs": (0, None),
         "max_body_bytes": (1024, None), "sse_keep_alive_interval": (0, None),
         "log_stats_interval": (0, None), "stream_interval": (1, None),
+        "timeout_keep_alive": (0, None),
     }  # fmt: skip
     for name, (low, high) in ranges.items():
         value = getattr(args, name)
@@ -345,8 +346,11 @@ def _share_out(models: list[ModelOptions], texts: Sequence[str]) -> None:
         shares[by_name[name].names[0]] = share
     left = 1.0 - sum(shares.values())
     others = [model for model in models if model.names[0] not in shares]
-    if left < -1e-9 or (others and left <= 0):
-        raise ValueError(f"--kv-cache-share adds up to {1 - left:g}; there is 1 to share")
+    if left < -1e-9 or (left <= 0 if others else abs(left) > 1e-9):
+        raise ValueError(
+            f"--kv-cache-share adds up to {1 - left:g}; there is 1 to share"
+            + (" and no other model" if not others else "")
+        )
     for model in models:
         model.memory_share = shares.get(model.names[0], left / len(others) if others else 0.0)
 
@@ -381,6 +385,9 @@ def _merge(
 ) -> list[str]:
     """Arguments of a file and of a command line, whose word on the same thing counts."""
     told = {argument.partition("=")[0] for argument in arguments}
+    for flag in ("enable-prefix-caching",):
+        if {f"--{flag}", f"--no-{flag}"} & told:
+            told |= {f"--{flag}", f"--no-{flag}"}
     if given.models or "--model" in told:
         told |= {"--model", "--served-model-name"}
     merged: list[str] = []
@@ -389,7 +396,8 @@ def _merge(
             # One text each, so that a value that begins with "-" is one.
             alone = len(values) == 1 or flag == "--model"
             merged += [f"{flag}={value}" for value in values] if alone else [flag, *values]
-    return merged + arguments
+    # Behind the command line, whose models a flag of several values would take for its own.
+    return arguments + merged
 
 
 def _size(text: str) -> int:

@@ -14,6 +14,8 @@ from server.errors import ApiError, bad_request
 
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 4
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 128
 DEFAULT_MAX_TOKENS = 16
 MAX_ERRORS_SHOWN, MAX_VALUE_SHOWN = 10, 200
 
@@ -156,6 +158,10 @@ class GenerationRequest(BaseModel):
             raise bad_request(
                 f"stop has {len(self.stop)} entries; it may have {MAX_STOP_STRINGS}", "stop"
             )
+        for name, most in (("bad_words", MAX_BAD_WORDS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
+            entries = getattr(self, name) or ()
+            if len(entries) > most:
+                raise bad_request(f"{name} has {len(entries)} entries; it may have {most}", name)
         if self.stream and self.prompt_logprobs is not None and self.prompt_logprobs != 0:
             raise bad_request(
                 f"prompt_logprobs is {self.prompt_logprobs} with stream; it needs stream false",

@@ -1,6 +1,7 @@
 """Answers that end when their client is gone."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 
 from starlette.requests import ClientDisconnect, Request
@@ -75,14 +76,14 @@ class EventStream:
 
     def __init__(
         self,
-        first: bytes,
+        first: asyncio.Future[bytes],
         events: AsyncGenerator[bytes],
         *,
         headers: Mapping[str, str],
         patience_s: float,
         keep_alive_s: float = 0.0,
     ):
-        """Takes the first event, since the status depends on whether there is one."""
+        """Takes the first event, or what will be it: the status depends on whether there is one."""
         self._first, self._events = first, events
         self._headers = dict(headers) | {
             "content-type": "text/event-stream; charset=utf-8",
@@ -103,17 +104,21 @@ class EventStream:
     async def _send_all(self, send: Send) -> None:
         headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in self._headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send(send, self._first)
         if self._keep_alive_s:
-            await self._send_with_comments(send)
+            try:
+                await self._send_with_comments(send)
+            except ApiError as error:  # too late for a status
+                body = json.dumps(error.body, separators=(",", ":"))
+                await self._send(send, f"data: {body}\n\ndata: [DONE]\n\n".encode())
         else:
+            await self._send(send, self._first.result())
             async for event in self._events:
                 await self._send(send, event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_with_comments(self, send: Send) -> None:
         """So that proxies do not take a long prompt for a dead connection."""
-        following: asyncio.Future[bytes] | None = None
+        following: asyncio.Future[bytes] | None = self._first
         while True:
             following = following or asyncio.ensure_future(_next(self._events))
             try:
@@ -142,15 +147,23 @@ async def _next(events: AsyncGenerator[bytes]) -> bytes:
     return await anext(events)
 
 
-async def first_event(receive: Receive, events: AsyncGenerator[bytes]) -> bytes:
-    """The first event, waited for as long as the client does.
+async def first_event(
+    receive: Receive, events: AsyncGenerator[bytes], *, timeout_s: float | None
+) -> asyncio.Future[bytes]:
+    """The first event, waited for as long as the client does and no longer than `timeout_s`.
 
     Raises:
         ApiError: If there is an error instead.
         ClientDisconnect: If the client went.
     """
+    first = asyncio.ensure_future(_next(events))
     try:
-        return await unless_gone(receive, _next(events))
+        await unless_gone(receive, asyncio.wait({first}, timeout=timeout_s))
+        if first.done():
+            first.result()
+        return first
     except BaseException:
+        first.cancel()
+        await asyncio.wait({first})
         await events.aclose()
         raise

@@ -1,5 +1,6 @@
 """`jpaged serve`: starts the engine process and the HTTP server, and ends both in order."""
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -7,9 +8,10 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +24,7 @@ from server.engine_client import EngineClient, EngineState, Observer
 from server.logs import set_up_logging
 from server.messages import ModelSpec
 from server.metrics import Metrics
-from server.models import Models, ServedModel
+from server.models import RESERVED_VARIABLES, Models, ServedModel
 from server.options import Options, as_flags, jax_environment, read_options
 from server.stats_log import log_stats
 from server.tracing import Tracer
@@ -44,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.args.otlp_traces_endpoint:
             names = [spec.name for spec in specs]
             observers.append(Tracer(options.args.otlp_traces_endpoint, names))
+        check_tls(options.args)
         listening = listen(options.host, options.port)
     except (ValueError, OSError) as error:
         print(f"jpaged: error: {error}", file=sys.stderr)
@@ -84,6 +87,11 @@ def load_models(options: Options) -> tuple[list[ServedModel], list[ModelSpec]]:
     if template is not None and "{" not in template:
         template = Path(template).read_text(encoding="utf-8")
     kwargs = _read_json("--default-chat-template-kwargs", args.default_chat_template_kwargs)
+    for name in kwargs.keys() & RESERVED_VARIABLES:
+        raise ValueError(
+            f"--default-chat-template-kwargs holds {name!r}, which is no variable of the "
+            "template's own; leave it out"
+        )
     overrides = _read_json("--override-generation-config", args.override_generation_config)
     if args.generation_config not in ("auto", "vllm"):
         raise ValueError(
@@ -136,6 +144,7 @@ def load_models(options: Options) -> tuple[list[ServedModel], list[ModelSpec]]:
 
 
 def _read_json(flag: str, text: str | None) -> dict[str, Any]:
+    """A JSON object."""
     try:
         value: Any = json.loads(text or "{}")
     except ValueError:
@@ -143,6 +152,29 @@ def _read_json(flag: str, text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{flag} is {text!r}; it must be a JSON object")
     return cast(dict[str, Any], value)
+
+
+def check_tls(args: argparse.Namespace) -> None:
+    """Tries what uvicorn is going to do with certificates, before minutes go into loading.
+
+    Raises:
+        ValueError: Naming the flag at fault.
+    """
+    if not args.ssl_certfile:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    steps: tuple[tuple[str, Callable[[], None]], ...] = (
+        ("--ssl-certfile and --ssl-keyfile",
+         lambda: context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)),
+        ("--ssl-ciphers", lambda: context.set_ciphers(args.ssl_ciphers)),
+        ("--ssl-ca-certs",
+         lambda: context.load_verify_locations(args.ssl_ca_certs) if args.ssl_ca_certs else None),
+    )  # fmt: skip
+    for flags, step in steps:
+        try:
+            step()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{flags} cannot be used: {error}") from None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -214,6 +246,8 @@ async def serve(
         asyncio.create_task(http.serve(sockets=[listening])),
         asyncio.create_task(metrics.watch_loop()),
     ]
+    http_has_ended = asyncio.Event()
+    tasks[0].add_done_callback(lambda _: http_has_ended.set())
     if args.log_stats_interval > 0:
         tasks.append(asyncio.create_task(log_stats(client, metrics, args.log_stats_interval)))
     address = listening.getsockname()
@@ -222,23 +256,27 @@ async def serve(
     logger.info("listening at %s://%s:%d; loading models", scheme, shown, address[1])
     status, problem = 0, None
     try:
-        await _first_of(stop, client.is_up)
+        await _first_of(stop, client.is_up, http_has_ended)
         problem = _problem_at_start(client)
-        if problem is None and not stop.is_set():
+        if problem is None and not stop.is_set() and not http_has_ended.is_set():
             _report_start(client)
-            await _first_of(stop, client.has_ended, client.is_down)
-            if not stop.is_set():
+            await _first_of(stop, client.has_ended, client.is_down, http_has_ended)
+            if not stop.is_set() and not http_has_ended.is_set():
                 logger.error("an engine has ended; the server ends in %.0f s", _LAST_WORDS_S)
                 status = FAILURE
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), _LAST_WORDS_S)
+        if http_has_ended.is_set() and not stop.is_set():
+            logger.error("the HTTP server has ended by itself")
+            status = FAILURE
         for task in tasks[2:]:
             task.cancel()
         await _drain(server, http, args.shutdown_timeout if status == 0 else 0.0)
     finally:
         await client.stop()
         http.should_exit = True
-        await tasks[0]
+        with contextlib.suppress(SystemExit):  # uvicorn has said why
+            await tasks[0]
         for task in tasks[1:]:
             task.cancel()
     if problem is not None:  # the last line, where people look

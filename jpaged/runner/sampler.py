@@ -1,8 +1,10 @@
 """From logits to token ids, inside the step.
 
-The token is drawn by the inverse of the cumulative distribution, in token-id order, at one
-uniform number that depends on the request's seed and the token's position only. So an answer
-does not depend on its neighbours, its row, the step's padding or the vocabulary's.
+The token is drawn by a race (the Gumbel-max trick): each id gets a random number that depends on
+the request's seed, the token's position and the id only, and the greatest ratio of probability to
+number wins. So an answer does not depend on its neighbours, its row, the step's padding or the
+vocabulary's; nor, but for one draw in a million, on how another bucket's products round, which
+moves every border of a cumulative distribution (docs/decisions/019).
 
 What a request may ask are branches of one program. A step whose rows are all greedy, without any
 edit of the logits, runs none of them but the argmax.
@@ -13,14 +15,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.extend.random import threefry_2x32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jpaged.request import NO_TOKEN
 from jpaged.runner.logits_processor import LogitsContext, LogitsProcessor
 from jpaged.runner.sampling_state import IN_PROMPT, SamplingState
 from jpaged.runner.step_inputs import RowFlag, SamplingInputs
 
-_CHUNK = 256  # ids per partial sum of the cumulative distribution
+_CHUNK = 256  # ids that race for the whole of them first, and then among themselves
 _GROUP = 64  # ids that are represented by their greatest while the largest are searched
 _NUM_NEAREST = 128  # most likely ids, among which a filter's threshold is searched first
 
@@ -251,7 +254,7 @@ def _draw(
     distances = (peak - logits) / temperature
     probs = jnp.exp(-distances)
     is_kept = distances <= _find_threshold(distances, probs, sampling)[:, None]
-    drawn = _invert_cdf(jnp.where(is_kept, probs, 0.0), _uniforms(sampling))
+    drawn = _race(jnp.where(is_kept, probs, 0.0), sampling)
     token_ids = jnp.where(is_greedy | (best == NO_TOKEN), best, drawn)
     if not reports_processed:
         return token_ids, None
@@ -351,35 +354,47 @@ def _smallest_threshold(is_enough, distances: Float[Array, "B V"]) -> Float[Arra
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _invert_cdf(probs: Float[Array, "B V"], uniforms: Float[Array, " B"]) -> Int[Array, " B"]:
-    """First id whose cumulative probability exceeds the row's uniform number times the total.
+def _race(probs: Float[Array, "B V"], sampling: SamplingInputs) -> Int[Array, " B"]:
+    """Draws an id per row, in proportion to its entries, which need not sum to 1.
 
-    Sums in two levels, over fixed chunks of ids, so that padding the vocabulary adds zeros at
-    the end and changes no sum before them.
+    Races in two levels, first of fixed chunks of ids and then within the winner, so that few random
+    numbers are needed. Padding the vocabulary adds chunks that cannot win.
     """
     num_rows, vocab_size = probs.shape
     probs = jnp.pad(probs, ((0, 0), (0, -vocab_size % _CHUNK))).reshape(num_rows, -1, _CHUNK)
-    chunk_ends = jnp.cumsum(jnp.sum(probs, axis=-1), axis=-1)
-    # Strictly below the total, so that a chunk with mass always exceeds it.
-    target = jnp.minimum(uniforms * chunk_ends[:, -1], jnp.nextafter(chunk_ends[:, -1], 0.0))
-    chunk = jnp.sum(chunk_ends <= target[:, None], axis=-1, dtype=jnp.int32)
-    row = jnp.arange(num_rows)
-    before = jnp.where(chunk > 0, chunk_ends[row, jnp.maximum(chunk - 1, 0)], 0.0)
-    inside = probs[row, chunk]
-    is_passed = before[:, None] + jnp.cumsum(inside, axis=-1) <= target[:, None]
-    # Where rounding lets the target pass every token of the chunk, take its last possible one.
-    last = _CHUNK - 1 - jnp.argmax(inside[:, ::-1] > 0, axis=-1).astype(jnp.int32)
-    offset = jnp.minimum(jnp.sum(is_passed, axis=-1, dtype=jnp.int32), last)
-    return chunk * _CHUNK + offset
+    keys = _keys(sampling)
+    chunks = jnp.arange(probs.shape[1], dtype=jnp.uint32)
+    # The numbers of chunks are none of an id's.
+    chunk = _find_winner(jnp.sum(probs, axis=-1), keys, (chunks | jnp.uint32(1 << 31))[None])
+    inside = probs[jnp.arange(num_rows), chunk]
+    ids = (chunk * _CHUNK)[:, None] + jnp.arange(_CHUNK, dtype=jnp.int32)[None]
+    return chunk * _CHUNK + _find_winner(inside, keys, ids.astype(jnp.uint32))
 
 
-def _uniforms(sampling: SamplingInputs) -> Float[Array, " B"]:
-    """One number in [0, 1) per row from (seed, position), by Threefry."""
+def _find_winner(
+    weights: Float[Array, "B N"], keys: UInt32[Array, "B 2"], numbers: UInt32[Array, "_ N"]
+) -> Int[Array, " B"]:
+    """The place of the greatest weight over an exponentially distributed number, by Threefry."""
+    counts = jnp.broadcast_to(numbers, weights.shape)
+
+    def one(key, counts):
+        bits = threefry_2x32(key, jnp.concatenate([jnp.zeros_like(counts), counts]))
+        return bits[: len(counts)]
+
+    uniforms = (jax.vmap(one)(keys, counts).astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
+    # Small numbers decide; as the logarithm of what is near 1 they would be coarse.
+    exponentials = -jnp.log1p(-jnp.minimum(uniforms, jnp.float32(1 - 2**-24)))
+    # The greatest becomes 1, so that no ratio that may win is too small for a float.
+    scaled = weights / jnp.max(weights, axis=-1, keepdims=True)
+    return jnp.argmax(scaled / exponentials, axis=-1).astype(jnp.int32)
+
+
+def _keys(sampling: SamplingInputs) -> UInt32[Array, "B 2"]:
+    """A key per row from (seed, position), by Threefry."""
 
     def one(seed, position):
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        # The dtype is named: under jax_enable_x64 the default would be another number.
-        return jax.random.uniform(jax.random.fold_in(key, position), dtype=jnp.float32)
+        return jax.random.key_data(jax.random.fold_in(key, position))
 
     seeds = jax.lax.bitcast_convert_type(sampling.seed.T, jnp.uint32)
     return jax.vmap(one)(seeds, sampling.positions)

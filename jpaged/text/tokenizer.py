@@ -33,6 +33,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: Highest id plus one; ids from here on mean nothing.
+        longest_token: Characters of a text that one token stands for at most.
         bos_token_id: `None` where there is none.
         eos_token_id: `None` where there is none. A model may end on further ids: those are
             `ModelConfig.eos_token_ids`.
@@ -48,7 +49,9 @@ class Tokenizer:
         self._special_tokens = {
             name: _token_text(config[name]) for name in _NAMED_TOKENS if config.get(name)
         }
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.longest_token: int = max(1, *map(len, vocabulary))
         self.bos_token_id = self._named_token_id("bos_token")
         self.eos_token_id = self._named_token_id("eos_token")
         added_tokens = backend.get_added_tokens_decoder()

@@ -2,7 +2,7 @@
 
 A second implementation of the Llama family in NumPy and float64, written from the papers and from
 the checkpoint's own names. It has no cache, no blocks, no batch, no scheduler and no line in
-common with jpaged, except for the uniform number of a sampled token, which is defined to be
+common with jpaged, except for the random bits of a sampled token, which are defined to be
 `jax.random`'s for (seed, position).
 """
 
@@ -13,24 +13,21 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.random import threefry_2x32
 
 from jpaged.sampling_params import SamplingParams
 from tests import tiny_models
 from tests.jpaged.runner import sampling_oracle
 from tests.oracle import NEAR_TIE
 
-# A draw closer than this to a border between two tokens may fall on either side.
-NEAR_BORDER = 1e-5
-
 
 class Draw(NamedTuple):
-    """One token that a distribution and a uniform number choose.
+    """One token that a distribution and random numbers choose.
 
     Attributes:
         token_id: The token.
         margin: How clear the choice is, in the unit of `tests.oracle.NEAR_TIE`: the distance of
-            the two best logits, or of a draw to the next border (scaled so that `NEAR_BORDER`
-            counts as a near-tie).
+            the two best logits, or of the two best in a race.
     """
 
     token_id: int
@@ -124,15 +121,19 @@ def tiny_llama(variant: str) -> Llama:
 
 
 @functools.cache
-def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that decides the token at `position`."""
+@functools.cache
+def exponentials(seed: int, position: int, first: int, count: int) -> np.ndarray:
+    """Random numbers of a token's race, by their own numbers; float64."""
     key = jax.random.wrap_key_data(
         np.array([seed % 2**32, seed >> 32], np.uint32), impl="threefry2x32"
     )
-    return float(jax.random.uniform(jax.random.fold_in(key, position)))
+    key = jax.random.key_data(jax.random.fold_in(key, position))
+    numbers = np.arange(first, first + count, dtype=np.uint32)
+    bits = threefry_2x32(key, np.concatenate([np.zeros_like(numbers), numbers]))
+    return -np.log1p(-(np.asarray(bits[:count], np.float64) + 0.5) / 2**32)
 
 
-def draw(logits: np.ndarray, params: SamplingParams, uniform: float) -> Draw:
+def draw(logits: np.ndarray, params: SamplingParams, seed: int, position: int) -> Draw:
     """Chooses among all of `logits` `[V]`, edited already, by the definition of each parameter."""
     order = np.argsort(-logits, kind="stable")
     if params.is_greedy:
@@ -147,10 +148,22 @@ def draw(logits: np.ndarray, params: SamplingParams, uniform: float) -> Draw:
         probs /= probs.sum()
         last = order[np.searchsorted(np.cumsum(probs[order]), params.top_p)]
         probs = np.where(probs >= probs[last], probs, 0.0)
-    cumulative = np.cumsum(probs / probs.sum())
-    distance = np.abs(cumulative - uniform).min()
-    token_id = int(np.searchsorted(cumulative, uniform, side="right"))
-    return Draw(token_id, float(distance * NEAR_TIE / NEAR_BORDER))
+    chunks = [probs[start : start + 256] for start in range(0, len(probs), 256)]
+    masses = np.array([chunk.sum() for chunk in chunks])
+    chunk, margin = _race(masses, exponentials(seed, position, 2**31, len(chunks)))
+    first, inside = 256 * chunk, chunks[chunk]
+    place, other = _race(inside, exponentials(seed, position, first, len(inside)))
+    return Draw(first + place, min(margin, other))
+
+
+def _race(weights: np.ndarray, numbers: np.ndarray) -> tuple[int, float]:
+    """The winner, and how much likelier the second would have to be to win."""
+    with np.errstate(divide="ignore"):
+        scores = np.log(weights) - np.log(numbers)
+    second, best = np.append(np.sort(scores), scores.max())[-3:-1] if len(scores) > 1 else (
+        -np.inf, scores[0]
+    )  # fmt: skip
+    return int(np.argmax(scores)), float(best - second)
 
 
 def assert_answer(
@@ -184,7 +197,6 @@ def assert_answer(
     for step, (token_id, row) in enumerate(zip(token_ids, logits, strict=True)):
         assert 0 <= token_id < num_tokens_known, f"step {step}: token {token_id} is not known"
         position = len(prompt) + step
-        number = 0.0 if params.is_greedy else uniform(params.seed % 2**64, position)
         asked = sampling_oracle.Row(
             prompt_token_ids=prompt,
             output_token_ids=token_ids[:step],
@@ -198,7 +210,7 @@ def assert_answer(
             end_token_ids=tuple(end_token_ids),
         )
         edited = sampling_oracle.edited_logits(row, asked)
-        expected, margin = draw(edited, params, number)
+        expected, margin = draw(edited, params, (params.seed or 0) % 2**64, position)
         assert token_id == expected or margin < NEAR_TIE, (
             f"step {step}: token {token_id}, expected {expected} by {margin}; "
             f"prompt {list(prompt)}, tokens {list(token_ids)}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import httpx
 import openai
@@ -400,3 +401,51 @@ def test_latencies_of_answers_without_tokens_are_no_nonsense(fake):
     text = httpx.get(f"{fake.url}/metrics").text
     for name in ("e2e_request_latency", "request_inference_time", "request_decode_time"):
         assert metric(text, f"vllm:{name}_seconds_sum") >= 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ["a"] * 5, "n": 1000}, "n"),
+        ({"bad_words": ["w"] * 129}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ({"prompt": "ab c9 ,x" * 100_000}, "prompt"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_would_keep_the_server_busy_is_refused(fake, fields, param, stream):
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "stream": stream} | fields
+    answer = fake.post("/v1/completions", body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_a_cut_to_what_fits_leaves_room_for_the_answer(fake):
+    limit = fake.get("/v1/models").json()["data"][0]["max_model_len"]
+    body = {"model": "tiny", "prompt": "ab" * limit, "truncate_prompt_tokens": -1}
+    for max_tokens in (1, 7):
+        done = fake.post("/v1/completions", body | {"max_tokens": max_tokens}).json()
+        assert done["usage"]["total_tokens"] == limit
+
+
+def test_variables_of_templates_are_not_the_fields_of_requests(fake):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "q"}], "max_tokens": 1}
+    for name in ("add_generation_prompt", "messages", "self"):
+        answer = fake.post("/v1/chat/completions", body | {"chat_template_kwargs": {name: False}})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == "chat_template_kwargs"
+        assert "jpaged." not in error["message"] and name in error["message"]
+
+
+def test_models_are_listed_with_a_slash_too(fake):
+    assert fake.get("/v1/models/").json() == fake.get("/v1/models").json()
+
+
+def test_many_answers_to_one_prompt_end_with_their_client(fake):
+    body = {"model": "tiny", "prompt": "a", "n": 4096, "max_tokens": 50}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{fake.url}/v1/completions", json=body, timeout=1.0)
+    started = time.monotonic()
+    assert fake.get("/health").status_code == 200
+    assert fake.post("/v1/completions", body | {"n": 1, "max_tokens": 1}).status_code == 200
+    assert time.monotonic() - started < 5

@@ -275,3 +275,19 @@ def test_browsers_of_allowed_origins_are_answered(tiny_model):
             f"{server.url}/v1/completions", headers=ask | {"origin": "http://b.example"}
         )
         assert denied.status_code == 400
+
+
+def test_comments_keep_a_stream_alive_before_its_first_token(tiny_model):
+    http_options = HttpOptions(keep_alive_s=0.1)
+    config = EngineConfig(max_num_seqs=1)
+    with RunningServer(tiny_model("gqa"), http=http_options, config=config) as server:
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 300, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as first:
+            lines = first.iter_lines()
+            next(lines)
+            short = body | {"max_tokens": 1}
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=short) as second:
+                assert second.status_code == 200
+                assert next(second.iter_lines()) == ": keep-alive"
+            bad = server.post("/v1/completions", body | {"max_tokens": 10**6})
+            assert bad.status_code == 400

@@ -124,6 +124,10 @@ def test_the_command_line_counts_against_the_file(tmp_path):
     assert options.models[0].names == ["old"] and options.http.api_keys == ["a", "b"]
     assert options.args.override_generation_config == '{"temperature": 0.5}'
     assert options.http.allowed_origins == ["http://localhost:3000"]
+    path.write_text("api-key: k1\n")
+    options = read("m", "--config", str(path))
+    assert (options.models[0].path, options.http.api_keys) == ("m", ["k1"])
+    path.write_text("model: X\nserved-model-name: old\napi-key: [a, b]\nport: 1\n")
     for arguments, names, path_ in (
         (("Y", "--kv-cache-share", "Y=1"), ["Y"], "Y"),
         (("--model", "Y", "--kv-cache-share", "Y=1"), ["Y"], "Y"),

@@ -167,7 +167,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(tiny_model, tmp_path):
     command += ["--host", "127.0.0.1", "--max-model-len", "100000"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "max_model_len is 100000" in done.stderr.splitlines()[-1]
+    assert "--max-model-len is 100000" in done.stderr.splitlines()[-1]
 
 
 def test_requests_are_logged_when_asked(tiny_model):
@@ -177,3 +177,20 @@ def test_requests_are_logged_when_asked(tiny_model):
         server.wait_for("POST /v1/completions 200 in")
         assert answer.headers["x-request-id"] in server.log
         assert json.loads(answer.text)["object"] == "text_completion"
+
+
+def test_unusable_certificates_end_the_server_before_it_loads(tiny_model, tmp_path):
+    for name in ("key.pem", "cert.pem"):
+        (tmp_path / name).write_text("garbage")
+    files = [
+        "--ssl-keyfile",
+        str(tmp_path / "key.pem"),
+        "--ssl-certfile",
+        str(tmp_path / "cert.pem"),
+    ]
+    server = Process(f"tiny={tiny_model('gqa')}", *files)
+    try:
+        server.ends_with(2)
+        assert server.log.count("\n") == 1 and "--ssl-certfile" in server.log
+    finally:
+        server.__exit__()

@@ -9,14 +9,18 @@ the distribution in this one: temperature, `min_p`, `top_k`, `top_p`.
 fewer than k tokens are, `top_p` if their mass is below `top_p`, `min_p` if none is more than
 `1 / min_p` times as likely. So equally likely tokens stay or go together.
 
-**Doubt.** A float32 sampler may rightly choose another token where a draw lies at a border
-between two, or a token at the threshold of a filter. `acceptable` and `bounds` give every right
+**Draws** are races: the greatest ratio of weight to random number wins, first among chunks of 256
+ids that weigh what their ids do together, then among the ids of the winner. The numbers come from
+outside, since only their distribution is a matter of taste.
+
+**Doubt.** A float32 sampler may rightly choose another token where a race is as good as a tie, or a
+token at the threshold of a filter. `acceptable` and `bounds` give every right
 answer: they apply the filters twice, with all doubts in favour of a token and with all against
 it, and allow for what rounding can move. Two *twins*, tokens with the same logit before and after
 the edits, leave no doubt: they are treated alike.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -24,6 +28,7 @@ import numpy as np
 
 Mode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 
+CHUNK = 256
 # How far float32 sums over a row may be off, relative to the whole.
 BORDER = 1e-5
 # Relative rounding of a float32 result of a few operations.
@@ -103,22 +108,21 @@ def distribution(logits: np.ndarray, row: Row) -> np.ndarray:
     return np.exp(log_softmax(processed))
 
 
-def draw(probs: np.ndarray, uniform: float) -> int:
-    """First id whose cumulative probability exceeds `uniform` times the total; -1 if none can."""
-    cumulative = np.cumsum(probs)
-    if cumulative[-1] == 0.0:
-        return -1
-    return int(np.argmax(cumulative > min(uniform, np.nextafter(1, 0)) * cumulative[-1]))
-
-
 def values(logits: np.ndarray, row: Row, mode: Mode) -> np.ndarray:
     """What is reported of each id under a `logprobs_mode`."""
     shown = processed_logits(logits, _shown_row(row, mode))
     return log_softmax(shown) if "logprobs" in mode else shown
 
 
-def acceptable(logits: np.ndarray, row: Row, uniform: float) -> set[int]:
-    """Every id that a sampler in float32 may choose; one id where there is no doubt."""
+def acceptable(logits: np.ndarray, row: Row, numbers: Callable[[int, int], np.ndarray]) -> set[int]:
+    """Every id that a sampler in float32 may choose; one id where there is no doubt.
+
+    Args:
+        logits: Of the known ids.
+        row: What is asked.
+        numbers: The random numbers, exponentially distributed, from the first on, so many. That of
+            an id has the id's number, that of a chunk its own and 2**31.
+    """
     edited = edited_logits(logits, row)
     if not (edited > -np.inf).any():
         return {-1}
@@ -127,11 +131,22 @@ def acceptable(logits: np.ndarray, row: Row, uniform: float) -> set[int]:
         has_lower_twin = np.tril(_is_twin(logits, edited), -1).any(axis=1)
         return set(np.flatnonzero(is_best & ~has_lower_twin).tolist())
     doubt = _doubt(logits, row)
-    probs = np.exp(log_softmax(np.where(doubt.is_kept, doubt.scaled, -np.inf)))
-    margin = BORDER + 2 * probs @ np.minimum(doubt.rounding, 1.0)
-    margin += probs[~doubt.is_surely_kept].sum()
-    first, last = draw(probs, max(uniform - margin, 0.0)), draw(probs, uniform + margin)
-    return {i for i in range(first, last + 1) if probs[i] > 0}
+    slack = doubt.rounding + BORDER
+    scaled = doubt.scaled - doubt.scaled.max()
+    least = np.where(doubt.is_surely_kept, scaled - slack, -np.inf)
+    most = np.where(doubt.is_kept, scaled + slack, -np.inf)
+    chunks = [slice(start, start + CHUNK) for start in range(0, len(logits), CHUNK)]
+    scores = -np.log(numbers(2**31, len(chunks)))
+    best = max(_log_sum(least[c]) + s for c, s in zip(chunks, scores, strict=True))
+    right: set[int] = set()
+    for chunk, score in zip(chunks, scores, strict=True):
+        if _log_sum(most[chunk]) + score < best:
+            continue
+        inside = -np.log(numbers(chunk.start, len(logits[chunk])))
+        is_right = most[chunk] + inside >= max(least[chunk] + inside)
+        is_right &= most[chunk] > -80.0  # what float32 takes for nothing beside the best
+        right |= set((chunk.start + np.flatnonzero(is_right)).tolist())
+    return right
 
 
 def bounds(logits: np.ndarray, row: Row, mode: Mode) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """The sampler, with what the host prepares for it, against `sampling_oracle`."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -44,8 +45,8 @@ class Asked(NamedTuple):
     @property
     def acceptable(self) -> set[int]:
         position = len(self.row.prompt_token_ids) + len(self.row.output_token_ids)
-        uniform = naive.uniform(self.seed, position)
-        return oracle.acceptable(self.logits, self.row, uniform)
+        numbers = functools.partial(naive.exponentials, self.seed, position)
+        return oracle.acceptable(self.logits, self.row, numbers)
 
 
 def make_logits(kind: str, scale: float, seed: int, num_tokens: int) -> np.ndarray:
