@@ -95,7 +95,7 @@ class Server:
     load: int = 0
     is_draining: bool = False
     ignored: set[str] = field(default_factory=set[str])
-    entrance: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(4))
+    entrance: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
     def problem(self) -> str | None:
         """Why /health is 503."""
