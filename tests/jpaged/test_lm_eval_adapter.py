@@ -63,7 +63,7 @@ def oracle_answer(prompt: list[int], num_tokens: int = NUM_ANSWER_TOKENS) -> lis
     token_ids: list[int] = []
     for _ in range(num_tokens):
         logits = naive.tiny_llama("gqa").logits([*prompt, *token_ids])[-1]
-        token_id, margin = naive.draw(logits, SamplingParams(temperature=0.0), 0.0)
+        token_id, margin = naive.draw(logits, SamplingParams(temperature=0.0), 0, 0)
         assert margin > NEAR_TIE, "choose another prompt"
         token_ids.append(token_id)
     return token_ids
