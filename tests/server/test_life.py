@@ -280,7 +280,9 @@ def test_browsers_of_allowed_origins_are_answered(tiny_model):
 def test_comments_keep_a_stream_alive_before_its_first_token(tiny_model):
     http_options = HttpOptions(keep_alive_s=0.1)
     config = EngineConfig(max_num_seqs=1)
-    with RunningServer(tiny_model("gqa"), http=http_options, config=config) as server:
+    slow = {"LETTER_STEP_S": "0.02"}
+    model = tiny_model("gqa")
+    with RunningServer(model, http=http_options, config=config, environment=slow) as server:
         body = {"model": "tiny", "prompt": "a", "max_tokens": 300, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as first:
             lines = first.iter_lines()
