@@ -7,6 +7,8 @@ imports JAX. What one caller asks of one request is `jpaged.sampling_params`.
 from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("silu", "gelu_tanh")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ATTENTION_BACKENDS = ("auto", "xla", "triton", "mosaic")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
@@ -44,26 +46,68 @@ def check_int(owner: str, name: str, value: object) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3RopeScaling:
-    """Llama 3.1's rescaling of rotary frequencies (`rope_type: llama3`)."""
+class RopeConfig:
+    """Rotary position embeddings, and how they are stretched beyond the length of training.
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    Attributes:
+        theta: The base of the frequencies.
+        rotary_dim: Dimensions of a head that are rotated; `None`: all.
+        rope_type: One of `ROPE_TYPES`, by transformers' names.
+        factor: How much longer; of all types but "default" and "longrope".
+        original_max_position_embeddings: Length of training; of all types but "default" and
+            "linear".
+        attention_factor: Multiplies cosine and sine; of "yarn" and "longrope".
+        low_freq_factor, high_freq_factor: Of "llama3".
+        beta_fast, beta_slow, truncate: Of "yarn".
+        short_factor, long_factor: Of "longrope", one for each pair of dimensions; the long ones
+            where requests may be longer than `original_max_position_embeddings`.
+    """
+
+    theta: float = 10000.0
+    rotary_dim: int | None = None
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    attention_factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_range("rope_scaling", "factor", self.factor, minimum=1.0)
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(
+                f"rope.rope_type is {self.rope_type!r}; it must be one of {ROPE_TYPES}"
+            )
+        check_range("rope", "factor", self.factor, minimum=1.0)
+        check_range("rope", "rotary_dim", self.rotary_dim, minimum=2)
+        if self.rotary_dim is not None and self.rotary_dim % 2:
+            raise ValueError(f"rope.rotary_dim is {self.rotary_dim}; it must be even")
+        if self.rope_type not in ("default", "linear"):
+            original = self.original_max_position_embeddings
+            if original is None or original < 1:
+                raise ValueError(
+                    f"rope.original_max_position_embeddings is {original!r}; {self.rope_type} "
+                    "needs it"
+                )
         if not self.high_freq_factor > self.low_freq_factor > 0:
             raise ValueError(
-                f"rope_scaling.high_freq_factor is {self.high_freq_factor!r}; it must be greater "
-                f"than low_freq_factor, which is {self.low_freq_factor!r} and must be above 0"
+                f"rope.high_freq_factor is {self.high_freq_factor!r}; it must be greater than "
+                f"low_freq_factor, which is {self.low_freq_factor!r} and must be above 0"
+            )
+        if not self.beta_fast > self.beta_slow > 0:
+            raise ValueError(
+                f"rope.beta_fast is {self.beta_fast!r}; it must be greater than beta_slow, which "
+                f"is {self.beta_slow!r} and must be above 0"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of one model, read from its checkpoint.
+    """The shape of one model, read from its checkpoint: what its family and it leave open.
 
     Attributes:
         architecture: Name in `jpaged.models`, e.g. "LlamaForCausalLM".
@@ -71,9 +115,26 @@ class ModelConfig:
         num_tokens_known: Ids that the tokenizer knows; ids from here on are never sampled.
             `None` means all of `vocab_size`.
         head_dim: Width of one head; not always `hidden_size / num_heads`.
-        attention_bias: Biases on the q, k, v and o projections.
+        max_position_embeddings: Longest request.
+        max_model_len: Longest request that the engine will take, for the types of rotary embeddings
+            that depend on it ("dynamic" and "longrope"). `None`: `max_position_embeddings`.
+        activation: Of the gate: "silu" or "gelu_tanh".
+        rope: Rotary embeddings.
+        window_rope: Those of layers with a window; `None`: the same.
+        windows: Tokens that each layer's tokens see at most, themselves included; `None`: all;
+            empty: no layer has a window.
+        attention_scale: Of the scores; `None`: `head_dim**-0.5`.
+        attention_softcap: Scores become `softcap * tanh(score / softcap)`.
+        logits_softcap: The same for logits.
+        qk_norm: Norms of queries and keys: "head" (each head by itself), "row" (all heads of a
+            token together) or `None`.
+        norm_before, norm_after: Norms of what attention and MLP read and give.
+        norm_adds_one: Norms scale by one plus their weight.
+        embedding_scale: Multiplies embeddings.
+        residual_scale: Multiplies what attention and MLP give.
+        logits_scale: Multiplies logits.
+        qkv_bias, o_bias: Biases of attention's projections.
         mlp_bias: Biases on the gate, up and down projections.
-        rope_scaling: `None` for plain rotary embeddings.
         bos_token_id: `None` where the model has none.
         eos_token_ids: Every id that ends an answer, from generation_config.json first.
         dtype: What the checkpoint's weights are stored in, as a string.
@@ -88,11 +149,25 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
+    max_model_len: int | None = None
+    activation: str = "silu"
     rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: Llama3RopeScaling | None = None
+    rope: RopeConfig = RopeConfig()
+    window_rope: RopeConfig | None = None
+    windows: tuple[int | None, ...] = ()
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    qk_norm: str | None = None
+    norm_before: bool = True
+    norm_after: bool = False
+    norm_adds_one: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
     num_tokens_known: int | None = None
     bos_token_id: int | None = None
@@ -127,6 +202,41 @@ class ModelConfig:
             raise ValueError(
                 f"ModelConfig.head_dim is {self.head_dim}; rotary embeddings need it to be even"
             )
+        for name, allowed in (("activation", ACTIVATIONS), ("qk_norm", (None, "head", "row"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"ModelConfig.{name} is {getattr(self, name)!r}; it must be one of {allowed}"
+                )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"ModelConfig.windows has {len(self.windows)} entries; there are {self.num_layers} "
+                "layers"
+            )
+        for window in self.windows:
+            check_range("ModelConfig", "windows", window, minimum=1)
+        for name in ("rope", "window_rope"):
+            rope = getattr(self, name)
+            if rope is not None and (rope.rotary_dim or 0) > self.head_dim:
+                raise ValueError(
+                    f"ModelConfig.{name}.rotary_dim is {rope.rotary_dim}; a head has "
+                    f"{self.head_dim} dimensions"
+                )
+
+    def window(self, layer: int) -> int | None:
+        """The window of a layer; `None`: its tokens see all before them."""
+        return self.windows[layer] if self.windows else None
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """The rotary embeddings of a layer."""
+        if self.window_rope is None or self.window(layer) is None:
+            return self.rope
+        return self.window_rope
+
+    @property
+    def longest_window(self) -> int | None:
+        """Of the layers; `None` if one of them sees all."""
+        known = [window for window in self.windows if window is not None]
+        return max(known) if len(known) == self.num_layers else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

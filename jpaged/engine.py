@@ -27,6 +27,7 @@ from jpaged.config import EngineConfig, ModelConfig
 from jpaged.core.kv_cache_manager import KVCacheManager
 from jpaged.core.scheduler import Scheduler
 from jpaged.models.registry import find_family
+from jpaged.models.transformer import Transformer
 from jpaged.request import NO_LIMIT, NO_TOKEN, FinishReason, Request, SchedulerOutput, StepOutput
 from jpaged.runner import kv_cache, sampling_state
 from jpaged.runner.compile_plan import CompilationCounter, enable_persistent_cache
@@ -282,7 +283,9 @@ class Engine:
 
         if num_tokens_known is not None and num_tokens_known < model_config.vocab_size:
             model_config = replace(model_config, num_tokens_known=num_tokens_known)
-        model = nnx.eval_shape(lambda: family.module(checkpoint.model_config, dtype=dtype))
+        if config.max_model_len is not None:
+            model_config = replace(model_config, max_model_len=config.max_model_len)
+        model = nnx.eval_shape(lambda: Transformer(model_config, dtype=dtype))
         return cls(
             model,
             config,

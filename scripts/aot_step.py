@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.config import Llama3RopeScaling, ModelConfig
-from jpaged.models.registry import find_family
+from jpaged.config import ModelConfig, RopeConfig
+from jpaged.models.transformer import Transformer
 from jpaged.runner.model_runner import ModelRunner
 from jpaged.runner.step_inputs import BucketTable
 from pallas_kernels.paged_attention import plan
@@ -43,8 +43,9 @@ CONFIG = ModelConfig(
     num_kv_heads=8,
     head_dim=128,
     max_position_embeddings=131072,
-    rope_theta=500000.0,
-    rope_scaling=Llama3RopeScaling(
+    rope=RopeConfig(
+        theta=500000.0,
+        rope_type="llama3",
         factor=8.0,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
@@ -154,9 +155,8 @@ def compile_steps(
         decode_rows=(),
         mixed_tokens=(),
     )
-    family = find_family(config.architecture)
     runner = ModelRunner(
-        nnx.eval_shape(lambda: family.module(config, dtype=jnp.bfloat16)),
+        nnx.eval_shape(lambda: Transformer(config, dtype=jnp.bfloat16)),
         config=config,
         buckets=buckets,
         max_num_seqs=NUM_ROWS,

@@ -361,7 +361,7 @@ def make_runner(bench: Bench, backend: str) -> tuple[Any, int]:
     """A `ModelRunner` of an 8B model without weights, and the tokens of each request."""
     from flax import nnx
 
-    from jpaged.models.registry import find_family
+    from jpaged.models.transformer import Transformer
     from jpaged.runner.model_runner import ModelRunner
     from jpaged.runner.step_inputs import BucketTable
     from pallas_kernels.paged_attention.choice import choose
@@ -375,9 +375,8 @@ def make_runner(bench: Bench, backend: str) -> tuple[Any, int]:
             num_heads=4, num_kv_heads=2, head_dim=64,
         )  # fmt: skip
     shape = Shape(config.num_heads, config.num_kv_heads, config.head_dim, BLOCK_SIZE, "bfloat16")
-    family = find_family(config.architecture)
     runner = ModelRunner(
-        nnx.eval_shape(lambda: family.module(config, dtype=jnp.bfloat16)),
+        nnx.eval_shape(lambda: Transformer(config, dtype=jnp.bfloat16)),
         config=config,
         buckets=BucketTable(
             max_num_seqs=num_rows,

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tests import tiny_models
 
 
-@pytest.mark.parametrize("variant", tiny_models.VARIANTS)
+@pytest.mark.parametrize("variant", [*tiny_models.VARIANTS, *tiny_models.FAMILY_VARIANTS])
 def test_weights_are_those_that_the_goldens_were_made_with(variant, goldens):
     digest = tiny_models.weights_sha256(tiny_models.tiny_weights(variant))
     assert digest == goldens(f"tiny-{variant}")["weights_sha256"]

@@ -1,4 +1,4 @@
-"""What every kind of checkpoint offers, and what a model of the Llama family must find in one.
+"""What every kind of checkpoint offers, and what a model must find in one.
 
 A checkpoint is verified when it is opened: once a `Checkpoint` exists, every tensor that its
 model needs is there, whole, and of the right shape, and nothing in it that would change the
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.config import ModelConfig
+from jpaged.models.registry import find_family
 from jpaged.text.tokenizer import Tokenizer
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -74,32 +75,9 @@ class Checkpoint(abc.ABC):
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that a model of the Llama family needs, by Hugging Face name."""
-    width = config.hidden_size
-    q_rows = config.num_heads * config.head_dim
-    kv_rows = config.num_kv_heads * config.head_dim
-    projections = {
-        "self_attn.q_proj": (q_rows, width, config.attention_bias),
-        "self_attn.k_proj": (kv_rows, width, config.attention_bias),
-        "self_attn.v_proj": (kv_rows, width, config.attention_bias),
-        "self_attn.o_proj": (width, q_rows, config.attention_bias),
-        "mlp.gate_proj": (config.intermediate_size, width, config.mlp_bias),
-        "mlp.up_proj": (config.intermediate_size, width, config.mlp_bias),
-        "mlp.down_proj": (width, config.intermediate_size, config.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (width,)
-        for name, (rows, columns, has_bias) in projections.items():
-            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"{prefix}.{name}.bias"] = (rows,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (width,)
-    shapes["model.norm.weight"] = (width,)
-    if not config.tie_word_embeddings:
-        shapes[LM_HEAD] = (config.vocab_size, width)
-    return shapes
+    """Shapes of the tensors that a model needs, by Hugging Face name."""
+    sources = find_family(config.architecture).leaf_sources(config)
+    return {name: shape for source in sources.values() for name, shape in source.tensors.items()}
 
 
 def check_tensors(

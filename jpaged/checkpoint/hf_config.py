@@ -5,25 +5,43 @@ or refused by name: a checkpoint that asks for something that jpaged does not do
 up and answer in a subtly wrong way. A key that is absent means what it means to transformers.
 """
 
+import logging
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from jpaged.config import Llama3RopeScaling, ModelConfig
+from jpaged.config import ModelConfig, RopeConfig
+from jpaged.models.config_reader import ConfigReader, as_ids
+from jpaged.models.family import Family
+from jpaged.models.registry import FAMILIES
 
-# Architecture -> the model_type that goes with it.
-SUPPORTED_ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
+logger = logging.getLogger(__name__)
 
+# What all families have; a family's own keys are in its file.
 _UNDERSTOOD = frozenset({
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size",
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
-    "partial_rotary_factor", "rope_interleaved", "tie_word_embeddings", "attention_bias",
-    "mlp_bias", "hidden_act", "sliding_window", "layer_types", "use_sliding_window",
-    "max_window_layers", "is_encoder_decoder", "is_causal", "quantization_config", "auto_map",
+    "rope_interleaved", "tie_word_embeddings", "hidden_act",
+    "is_encoder_decoder", "is_causal", "quantization_config", "auto_map",
     "bos_token_id", "eos_token_id", "dtype", "torch_dtype", "original_max_position_embeddings",
 })  # fmt: skip
+
+# Families that do not read these compute as if they were so.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "lm_head_bias": (False,),
+    "sliding_window": (),
+    "use_sliding_window": (False,),
+    "max_window_layers": (),
+    "layer_types": (),
+    "use_mrope": (False,),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
+    "blocksparse": (),
+}
 
 # Training, bookkeeping and the output options of transformers; and its generation defaults,
 # which old checkpoints keep here: what a caller may ask is `SamplingParams`.
@@ -51,18 +69,8 @@ _HARMLESS = frozenset({
 # Dropout acts in training only.
 _DROPOUT = re.compile(r".*(dropout|pdrop)(_prob|_rate)?")
 
-# What transformers takes where config.json has no such key.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"max_position_embeddings": 2048, "sliding_window": None},
-    "MistralForCausalLM": {
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "num_key_value_heads": 8,
-    },
-}
 _DTYPES = ("float32", "bfloat16", "float16")
-# Sizes and ids are int32 on the device.
-_MAX_INT = 2**31 - 1
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_model_config(
@@ -77,11 +85,6 @@ def read_model_config(
     Raises:
         ValueError: Naming the key and its value.
     """
-    if config.get("auto_map"):
-        raise ValueError(
-            f"config.json: auto_map is {config['auto_map']!r}; jpaged runs no code that comes with "
-            "a checkpoint. Use a checkpoint of a supported architecture without auto_map"
-        )
     if config.get("quantization_config"):
         quantization = config["quantization_config"]
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -89,199 +92,124 @@ def read_model_config(
             f"config.json: quantization_config with quant_method {method!r} is not supported. Use "
             "a float32, bfloat16 or float16 checkpoint, or a GGUF file"
         )
-    architecture = _read_architecture(config)
+    family = _find_family(config)
+    if config.get("auto_map"):
+        # As transformers does unless told to trust it.
+        logger.info("auto_map of config.json, code that came with the checkpoint, is not used")
     for key, value in config.items():
-        known = key in _UNDERSTOOD or key in _HARMLESS or _DROPOUT.fullmatch(key)
-        if not known and value is not None:
-            raise ValueError(
-                f"config.json: {key} is {value!r}; jpaged does not know this key, so it may change "
-                "the result. Remove it from config.json if you know that it does not"
-            )
-
-    config = {
-        key: value
-        for key, value in config.items()
-        if value is not None or key in ("sliding_window", "bos_token_id", "eos_token_id")
-    }
-    config = {**_DEFAULTS[architecture], **config}
+        if value is not None:
+            _check_key(family, key, value, config)
+    reader = ConfigReader({**family.defaults, **config})
     for key, allowed in (
-        ("hidden_act", ("silu",)),
-        ("partial_rotary_factor", (1.0,)),
-        ("rope_interleaved", (False,)),
-        ("is_encoder_decoder", (False,)),
-        ("is_causal", (True,)),
-    ):
-        if config.get(key, allowed[0]) not in allowed:
+        ("rope_interleaved", False), ("is_encoder_decoder", False), ("is_causal", True)
+    ):  # fmt: skip
+        if reader.get(key, allowed) is not allowed:
             raise ValueError(
-                f"config.json: {key} is {config[key]!r}; jpaged supports only {allowed[0]!r}"
+                f"config.json: {key} is {reader.get(key)!r}; jpaged supports only {allowed!r}"
             )
-    _check_no_window(config)
-    if architecture == "MistralForCausalLM" and (
-        config.get("attention_bias") or config.get("mlp_bias")
-    ):
-        raise ValueError(
-            f"config.json: attention_bias is {config.get('attention_bias')!r} and mlp_bias is "
-            f"{config.get('mlp_bias')!r}; {architecture} has no biases"
-        )
-
-    hidden_size = _read_int(config, "hidden_size")
-    num_heads = _read_int(config, "num_attention_heads")
-    if "head_dim" not in config and hidden_size % num_heads:
+    hidden_size, num_heads = reader.whole("hidden_size"), reader.whole("num_attention_heads")
+    if reader.get("head_dim") is None and hidden_size % num_heads:
         raise ValueError(
             f"config.json: hidden_size is {hidden_size} and num_attention_heads is {num_heads}; "
             "one must be a multiple of the other where there is no head_dim"
         )
-    rope_theta, rope_scaling = _read_rope(config)
-    dtype = str(config.get("dtype", config.get("torch_dtype", "float32"))).removeprefix("torch.")
+    head_dim = reader.whole("head_dim", hidden_size // num_heads)
+    fields = family.read(reader)
+    rope = fields.get("rope") or reader.rope(
+        head_dim=head_dim, partial="partial_rotary_factor" in family.keys
+    )
+    fields["rope"] = rope
+    activation = fields.pop("activation", reader.get("hidden_act", "silu"))
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"config.json: hidden_act is {activation!r}; jpaged supports "
+            + ", ".join(map(repr, _ACTIVATIONS))
+        )
+    dtype = str(reader.get("dtype", reader.get("torch_dtype", "float32"))).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise ValueError(f"config.json: dtype is {dtype!r}; it must be one of {_DTYPES}")
-    bos = _read_ids(config.get("bos_token_id", 1), "config.json: bos_token_id")
+    defaults = {**family.defaults, **config}
+    bos = as_ids(defaults.get("bos_token_id"), "config.json: bos_token_id")
     eos = generation_config.get("eos_token_id")
     if eos is not None:
-        eos_token_ids = _read_ids(eos, "generation_config.json: eos_token_id")
+        eos_token_ids = as_ids(eos, "generation_config.json: eos_token_id")
     else:
-        eos_token_ids = _read_ids(config.get("eos_token_id", 2), "config.json: eos_token_id")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=_read_int(config, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_read_int(config, "intermediate_size"),
-        num_layers=_read_int(config, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=_read_int(config, "num_key_value_heads", num_heads),
-        head_dim=_read_int(config, "head_dim", hidden_size // num_heads),
-        max_position_embeddings=_read_int(config, "max_position_embeddings"),
-        rms_norm_eps=_as_float(config.get("rms_norm_eps", 1e-6), "config.json: rms_norm_eps"),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        tie_word_embeddings=_read_bool(config, "tie_word_embeddings"),
-        attention_bias=_read_bool(config, "attention_bias"),
-        mlp_bias=_read_bool(config, "mlp_bias"),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=eos_token_ids,
-        dtype=dtype,
+        eos_token_ids = as_ids(defaults.get("eos_token_id"), "config.json: eos_token_id")
+    num_kv_heads = num_heads
+    if defaults.get("num_key_value_heads") is not None:
+        num_kv_heads = reader.whole("num_key_value_heads")
+    common = {
+        "architecture": family.architecture,
+        "vocab_size": reader.whole("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": reader.whole("intermediate_size"),
+        "num_layers": reader.whole("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": _longest(family, reader, rope),
+        "activation": _ACTIVATIONS[activation],
+        "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": reader.flag("tie_word_embeddings"),
+        "bos_token_id": bos[0] if bos else None,
+        "eos_token_ids": eos_token_ids,
+        "dtype": dtype,
+    }
+    return ModelConfig(**(common | fields))
+
+
+def _check_key(family: Family, key: str, value: Any, config: Mapping[str, Any]) -> None:
+    if key in _UNDERSTOOD | _HARMLESS | family.keys or _DROPOUT.fullmatch(key):
+        return
+    if key in _ONLY:
+        allowed = _ONLY[key]
+        # Without the switch, sizes of windows are there and mean nothing.
+        is_off = key in ("sliding_window", "max_window_layers") and (
+            config.get("use_sliding_window") is False
+        )
+        is_full = key == "layer_types" and (
+            isinstance(value, list) and all(kind == "full_attention" for kind in value)
+        )
+        is_unused = key == "max_window_layers" and config.get("sliding_window") is None
+        if value in allowed or is_off or is_full or is_unused:
+            return
+        raise ValueError(
+            f"config.json: {key} is {value!r}; {family.architecture} has no such thing. If the "
+            "model is used without it, say so in config.json"
+        )
+    raise ValueError(
+        f"config.json: {key} is {value!r}; jpaged does not know this key, so it may change "
+        "the result. Remove it from config.json if you know that it does not"
     )
 
 
-def _read_architecture(config: Mapping[str, Any]) -> str:
-    supported = ", ".join(SUPPORTED_ARCHITECTURES)
+def _longest(family: Family, reader: ConfigReader, rope: RopeConfig) -> int:
+    """Positions, those that stretched embeddings add included, as vLLM counts them."""
+    longest = reader.whole("max_position_embeddings")
+    if rope.rope_type == "yarn":
+        return max(longest, int((rope.original_max_position_embeddings or 0) * rope.factor))
+    # Gemma 3's number says it already.
+    if rope.rope_type in ("linear", "dynamic") and family.model_type != "gemma3_text":
+        return int(longest * rope.factor)
+    return longest
+
+
+def _find_family(config: Mapping[str, Any]) -> Family:
     model_type = config.get("model_type")
     architectures = config.get("architectures")
     if not architectures:
         # transformers picks the class by model_type alone.
-        architectures = [a for a, m in SUPPORTED_ARCHITECTURES.items() if m == model_type]
-    if architectures not in [[name] for name in SUPPORTED_ARCHITECTURES]:
+        architectures = [f.architecture for f in FAMILIES.values() if f.model_type == model_type]
+    if architectures not in [[name] for name in FAMILIES]:
         raise ValueError(
             f"config.json: architectures is {config.get('architectures')!r} (model_type "
-            f"{model_type!r}); supported: {supported}, in a list of one"
+            f"{model_type!r}), which jpaged does not support; it supports one of "
+            + ", ".join(FAMILIES)
         )
-    (architecture,) = architectures
-    expected = SUPPORTED_ARCHITECTURES[architecture]
-    if model_type is not None and model_type != expected:
+    family = FAMILIES[architectures[0]]
+    if model_type is not None and model_type != family.model_type:
         raise ValueError(
-            f"config.json: model_type is {model_type!r}; {architecture} goes with {expected!r}"
+            f"config.json: model_type is {model_type!r}; {family.architecture} goes with "
+            f"{family.model_type!r}"
         )
-    return architecture
-
-
-def _check_no_window(config: Mapping[str, Any]) -> None:
-    if config.get("use_sliding_window") is not False:
-        if config["sliding_window"] is not None:
-            raise ValueError(
-                f"config.json: sliding_window is {config['sliding_window']!r} (absent, it means "
-                "4096 for Mistral); jpaged supports full attention only. If the model is used "
-                "with null, say so in config.json"
-            )
-        if config.get("use_sliding_window"):
-            raise ValueError(
-                "config.json: use_sliding_window is True; jpaged supports full attention only"
-            )
-    layer_types = config.get("layer_types", [])
-    if not isinstance(layer_types, list):
-        raise ValueError(f"config.json: layer_types is {layer_types!r}; it must be a list")
-    for layer_type in layer_types:
-        if layer_type != "full_attention":
-            raise ValueError(
-                f"config.json: layer_types holds {layer_type!r}; jpaged supports only "
-                "'full_attention'"
-            )
-
-
-def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
-    """Rope base and scaling, from either spelling and with the defaults of transformers 5."""
-    owner = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(owner, {})
-    if not isinstance(rope, dict):
-        raise ValueError(f"config.json: {owner} is {rope!r}; it must be an object")
-    rope = dict(rope)
-    theta = _as_float(
-        rope.pop("rope_theta", config.get("rope_theta", 10000.0)), "config.json: rope_theta"
-    )
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"config.json: {owner}.partial_rotary_factor is "
-            f"{config[owner]['partial_rotary_factor']!r}; jpaged supports only 1.0"
-        )
-    rope_type = rope.pop("rope_type", rope.get("type", "default"))
-    rope.pop("type", None)
-    if rope_type == "default":
-        # Whatever else stands there has no effect on this type.
-        return theta, None
-    if rope_type != "llama3":
-        raise ValueError(
-            f"config.json: {owner} has rope_type {rope_type!r}; supported: 'default', 'llama3'"
-        )
-    original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
-    rope["original_max_position_embeddings"] = config.get(
-        "original_max_position_embeddings", original
-    )
-    fields = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    numbers = {key: _as_float(rope.get(key), f"config.json: {owner}.{key}") for key in fields}
-    for key, value in rope.items():
-        if key not in fields:
-            raise ValueError(
-                f"config.json: {owner}.{key} is {value!r}; rope_type 'llama3' has no such key"
-            )
-    return theta, Llama3RopeScaling(
-        factor=numbers["factor"],
-        low_freq_factor=numbers["low_freq_factor"],
-        high_freq_factor=numbers["high_freq_factor"],
-        original_max_position_embeddings=int(numbers["original_max_position_embeddings"]),
-    )
-
-
-def _read_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key, default)
-    if value is None:
-        raise ValueError(f"config.json: {key} is missing; a Llama-like model needs it")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_INT:
-        raise ValueError(
-            f"config.json: {key} is {value!r}; it must be a whole number from 1 to {_MAX_INT}"
-        )
-    return value
-
-
-def _as_float(value: Any, owner: str) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # NaN and infinity, which Python reads in JSON, are in no range.
-    if not is_number or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{owner} is {value!r}; it must be a finite number above 0")
-    return float(value)
-
-
-def _read_bool(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"config.json: {key} is {value!r}; it must be true or false")
-    return value
-
-
-def _read_ids(value: Any, owner: str) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for token_id in ids:
-        is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
-        if not is_id or not 0 <= token_id <= _MAX_INT:
-            raise ValueError(
-                f"{owner} is {value!r}; it must be an id from 0 to {_MAX_INT} or a list of them"
-            )
-    return tuple(dict.fromkeys(ids))
+    return family

@@ -12,7 +12,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from jpaged.checkpoint.checkpoint import Checkpoint
-from jpaged.models.llama import LeafSource
+from jpaged.models.weights import LeafSource
 
 _AHEAD = 3
 _ALIGNMENT = 64  # bytes; what JAX wants of memory that it does not copy
@@ -56,10 +56,10 @@ def load_model(
     def read(path, leaf, place: np.ndarray | None) -> np.ndarray:
         name = leaf_path(path)
         source = sources[name]
-        array = source.build(*(checkpoint.read(tensor) for tensor in source.names))
+        array = source.build(*(checkpoint.read(tensor) for tensor in source.tensors))
         if array.shape != leaf.shape:
             raise ValueError(
-                f"{' + '.join(source.names)} make {list(array.shape)}; "
+                f"{' + '.join(source.tensors)} make {list(array.shape)}; "
                 f"the model needs {list(leaf.shape)} for {name}"
             )
         if place is None:

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer (SwiGLU, https://arxiv.org/abs/2002.05202)."""
+"""The gated feed-forward layer (SwiGLU and GeGLU, https://arxiv.org/abs/2002.05202)."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ from jpaged.layers.linear import Linear
 
 
 class MLP(nnx.Module):
-    """`down(silu(gate(x)) * up(x))` with gate and up in one product `[2, F, D]`."""
+    """`down(activation(gate(x)) * up(x))` with gate and up in one product `[2, F, D]`."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
         """Makes zero weights for one layer of `config`."""
+        self.activation = config.activation
         self.gate_up_proj = Linear(
             (2, config.intermediate_size),
             config.hidden_size,
@@ -33,4 +34,6 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Applies the layer to each row."""
         gate_up = self.gate_up_proj(x)
-        return self.down_proj(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1])
+        gate = gate_up[:, 0]
+        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate)
+        return self.down_proj(gate * gate_up[:, 1])

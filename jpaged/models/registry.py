@@ -1,28 +1,23 @@
-"""Which architectures exist: their name in config.json, their module, their checkpoint names."""
+"""Which architectures exist, by their name in config.json."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from jpaged.models.family import Family
+from jpaged.models.gemma2 import GEMMA2
+from jpaged.models.gemma3 import GEMMA3
+from jpaged.models.glm4 import GLM4
+from jpaged.models.granite import GRANITE
+from jpaged.models.llama import LLAMA
+from jpaged.models.mistral import MISTRAL
+from jpaged.models.olmo2 import OLMO2
+from jpaged.models.phi3 import PHI3
+from jpaged.models.qwen2 import QWEN2
+from jpaged.models.qwen3 import QWEN3
 
-from flax import nnx
-
-from jpaged.config import ModelConfig
-from jpaged.models import llama
-
-
-class Family(NamedTuple):
-    """One model family.
-
-    Attributes:
-        module: Makes the module of a config and a dtype.
-        leaf_sources: Where each leaf comes from in a checkpoint.
-    """
-
-    module: Callable[..., nnx.Module]
-    leaf_sources: Callable[[ModelConfig], dict[str, llama.LeafSource]]
-
-
-_LLAMA = Family(llama.Llama, llama.leaf_sources)
-FAMILIES = {"LlamaForCausalLM": _LLAMA, "MistralForCausalLM": _LLAMA}
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (
+        LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GLM4, GRANITE, OLMO2
+    )
+}  # fmt: skip
 
 
 def find_family(architecture: str) -> Family:

@@ -144,7 +144,7 @@ class ModelRunner:
         self._platform = platform or jax.default_backend()
         self._processors = tuple(processors)
         num_arguments = sum(processor.num_arguments for processor in processors)
-        self._layout = StepLayout(max_blocks, num_arguments, kernels)
+        self._layout = StepLayout(max_blocks, num_arguments, kernels, config.longest_window)
         self._builder = StepInputsBuilder(
             layout=self._layout,
             buckets=buckets,

@@ -229,11 +229,13 @@ class StepLayout(NamedTuple):
         max_blocks: Blocks of the longest request.
         num_arguments: Of all logits processors.
         kernels: That attend; `None`: the platform's own code.
+        window: The longest of the layers; `None`: one of them sees all.
     """
 
     max_blocks: int
     num_arguments: int = 0
     kernels: Kernels | None = None
+    window: int | None = None
 
     def unpack(self, buffer: Any, bucket: Bucket) -> StepInputs:
         """Cuts a flat int32 buffer, NumPy or traced, into the inputs of a step."""
@@ -389,6 +391,7 @@ class StepInputsBuilder:
                 query_start_loc=np.asarray(attention.query_start_loc)[: num_rows + 1],
                 seq_lens=seq_lens,
                 block_tables=np.asarray(attention.block_tables)[:num_rows],
+                window=self._layout.window,
             )
         inputs.logits_indices[:num_rows] = ends - 1
         sampling.floats[:, :num_rows] = self._floats[:, rows]

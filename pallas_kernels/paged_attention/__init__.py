@@ -117,8 +117,8 @@ def paged_attention(
         sinks: One extra logit per head that only adds to the denominator.
         return_log_sum_exp: Whether to return the logarithm of the denominator too.
 
-    What is off costs nothing: options are static. On a CPU, any of them takes the plain XLA code
-    instead of the CPU's own kernel, and so may change the last bits.
+    What is off costs nothing: options are static. On a CPU, `sinks` and `return_log_sum_exp` take
+    the plain XLA code instead of the CPU's own kernel, and so may change the last bits.
 
     Returns:
         Attention output in the dtype of `q`; zeros for padding tokens. With `return_log_sum_exp`
@@ -142,8 +142,8 @@ def paged_attention(
     if inputs.plan is not None:
         attend = IMPLEMENTATIONS[inputs.plan.kernels.backend]
         return attend(q, kv_cache_layer, inputs, **options)
-    attend_cpu = functools.partial(paged_attention_cpu, scale=scale)
-    is_plain = window is None and softcap is None and sinks is None and not return_log_sum_exp
+    attend_cpu = functools.partial(paged_attention_cpu, scale=scale, window=window, softcap=softcap)
+    is_plain = sinks is None and not return_log_sum_exp
     if not is_plain or q.dtype != kv_cache_layer.dtype or q.dtype not in DTYPES:
         attend_cpu = attend_xla
     return jax.lax.platform_dependent(q, kv_cache_layer, inputs, cpu=attend_cpu, default=attend_xla)

@@ -34,6 +34,7 @@ PIECE = 128  # tokens of context
 _PARALLEL_PRODUCTS = 200_000
 
 _LOWEST = np.float32(-3e38)
+_NO_WINDOW = 2**31 - 1
 
 
 def paged_attention_cpu(
@@ -42,6 +43,8 @@ def paged_attention_cpu(
     inputs: AttentionInputs,
     *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "T N H"]:
     """Attends each token to its request's cached tokens; arguments as in `paged_attention`.
 
@@ -61,7 +64,8 @@ def paged_attention_cpu(
         inputs.query_start_loc.astype(jnp.int32),
         inputs.seq_lens.astype(jnp.int32),
         inputs.block_tables.astype(jnp.int32),
-        np.full(1, scale, np.float32),
+        np.array([scale, softcap or 0.0], np.float32),
+        np.array([_NO_WINDOW if window is None else window], np.int32),
     )
 
 
@@ -100,11 +104,12 @@ def _attend(frame):
     num_kv_heads = xla_ffi.dim(kv, 1)
     query_start_loc, seq_lens, _ = _rows(frame)
     tile_tokens = _tile_tokens(num_heads // num_kv_heads)
+    window = _window(frame)
     num_tiles, num_products = 0, 0
     for row in range(len(seq_lens)):
         count = query_start_loc[row + 1] - query_start_loc[row]
         num_tiles += (count + tile_tokens - 1) // tile_tokens * num_kv_heads
-        num_products += count * seq_lens[row] * num_heads * head_dim
+        num_products += count * min(seq_lens[row], window) * num_heads * head_dim
     num_tasks = 0
     if num_products >= _PARALLEL_PRODUCTS:
         num_tasks = max(0, min(num_tiles, xla_ffi.num_pool_threads(frame)) - 1)
@@ -133,6 +138,12 @@ def _rows(frame):
 
 
 @compiled
+def _window(frame):
+    """The argument of that name."""
+    return np.int64(xla_ffi.array_at(xla_ffi.address(xla_ffi.argument(frame, 6)), 1, np.int32)[0])
+
+
+@compiled
 def _tile_tokens(group):
     return max(1, TILE_ROWS // group)
 
@@ -148,7 +159,8 @@ def _attend_tiles(job):
     num_kv_heads, block_size, head_dim = xla_ffi.dim(kv, 1), xla_ffi.dim(kv, 3), xla_ffi.dim(kv, 4)
     group = xla_ffi.dim(q, 1) // num_kv_heads
     query_start_loc, seq_lens, block_tables = _rows(frame)
-    scale = xla_ffi.array_at(xla_ffi.address(xla_ffi.argument(frame, 5)), 1, np.float32)[0]
+    factors = xla_ffi.array_at(xla_ffi.address(xla_ffi.argument(frame, 5)), 2, np.float32)
+    scale, softcap, window = factors[0], factors[1], _window(frame)
     itemsize = xla_ffi.itemsize(q)
     q, kv, out = xla_ffi.address(q), xla_ffi.address(kv), xla_ffi.address(out)
 
@@ -184,6 +196,8 @@ def _attend_tiles(job):
             block_tables[row],
             seq_lens[row] - query_start_loc[row + 1] + begin,
             group,
+            window,
+            softcap,
             scores,
             softmax,
             block,
@@ -198,8 +212,9 @@ def _attend_tiles(job):
 
 @compiled
 def _attend_tile(
-    out, q, kv, block_bytes, itemsize, block_table, position, group, scores, softmax, block
-):
+    out, q, kv, block_bytes, itemsize, block_table, position, group, window, softcap, scores,
+    softmax, block,
+):  # fmt: skip
     """Attends a tile's queries to their context.
 
     Args:
@@ -211,6 +226,8 @@ def _attend_tile(
         block_table: Blocks of the request.
         position: Position of the tile's first token.
         group: Query heads of one KV head.
+        window: Tokens that a token sees at most.
+        softcap: Bound of scores; 0: none.
         scores: Scratch memory `[R, piece]`.
         softmax: Scratch memory `[2, R]`: running maximum and running sum.
         block: Scratch memory `[S, H]`.
@@ -223,21 +240,30 @@ def _attend_tile(
         peaks[r], totals[r] = _LOWEST, 0
         for h in range(head_dim):
             out[r, h] = 0
-    for start in range(0, context_len, piece):
+    # Blocks that no token of the tile sees may be anybody's by now.
+    context_begin = max(0, position + 1 - window) // block_size * block_size
+    for start in range(context_begin, context_len, piece):
         end = min(start + piece, context_len)
         for first in range(start, end, block_size):
             address = kv + block_table[first // block_size] * block_bytes
             k = _as_float32(address, itemsize, block)
             _multiply_keys(scores, q, k, first - start, min(block_size, end - first))
         for r in range(num_rows):
-            num_visible = max(0, min(end, position + r // group + 1) - start)
+            last = position + r // group
+            num_visible = max(0, min(end, last + 1) - start)
+            num_hidden = min(max(0, last + 1 - window - start), num_visible)
             weights = scores[r]
-            peak = _maximum(weights, num_visible, peaks[r])
-            decay = _exp(peaks[r] - peak)
-            peaks[r] = peak
-            totals[r] = totals[r] * decay + _exponentiate(weights, num_visible, peak)
+            for i in range(num_hidden):
+                weights[i] = 0
             for i in range(num_visible, end - start):
                 weights[i] = 0
+            weights = weights[num_hidden:num_visible]
+            if softcap > 0:
+                _cap(weights, softcap)
+            peak = _maximum(weights, len(weights), peaks[r])
+            decay = _exp(peaks[r] - peak)
+            peaks[r] = peak
+            totals[r] = totals[r] * decay + _exponentiate(weights, len(weights), peak)
             for h in range(head_dim):
                 out[r, h] *= decay
         for first in range(start, end, block_size):
@@ -335,6 +361,16 @@ def _exponentiate(x, count, peak):
         x[i] = weight
         total += weight
     return total
+
+
+@compiled
+def _cap(x, softcap):
+    """Makes x `softcap * tanh(x / softcap)`."""
+    for i in range(len(x)):
+        y = x[i] / softcap
+        shrunk = _exp(np.float32(-2) * (y if y > 0 else -y))
+        size = softcap * (np.float32(1) - shrunk) / (np.float32(1) + shrunk)
+        x[i] = size if y > 0 else -size
 
 
 @compiled

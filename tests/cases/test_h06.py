@@ -19,7 +19,7 @@ def test_h06_log_probabilities_of_a_prompt_do_not_depend_on_its_chunks(budget, t
         tiny_model("gqa"), max_num_batched_tokens=budget, mixed_buckets=(budget,)
     )
     params = dataclasses.replace(PARAMS, prompt_logprobs=3)
-    logits = naive.tiny_llama("gqa").logits(PROMPT)[:-1, : tiny_models.NUM_TOKENS_KNOWN]
+    logits = naive.tiny_model("gqa").logits(PROMPT)[:-1, : tiny_models.NUM_TOKENS_KNOWN]
     expected = np.log(naive.softmax(logits))
     best = np.argsort(-expected, axis=-1, kind="stable")[:, :3]
     for _ in range(2):  # the second time its blocks are cached

@@ -18,7 +18,7 @@ def test_h12_the_chosen_token_always_counts_and_the_best_ones_come_beside_it(cou
     engine = shared_engine(tiny_model("gqa"))
     [request] = answer(engine, [Job(PROMPT, dataclasses.replace(PARAMS, logprobs=count))])
     token_ids = request.output_token_ids
-    logits = naive.tiny_llama("gqa").logits([*PROMPT, *token_ids])[19:-1]
+    logits = naive.tiny_model("gqa").logits([*PROMPT, *token_ids])[19:-1]
     expected = np.log(naive.softmax(logits[:, : tiny_models.NUM_TOKENS_KNOWN]))
     assert len(request.logprobs) == 8
     for row, token_id, entry in zip(expected, token_ids, request.logprobs, strict=True):

@@ -186,6 +186,34 @@ def record_tiny(variant: str, directory: Path) -> dict[str, Any]:
     }
 
 
+def record_family(variant: str, directory: Path) -> dict[str, Any]:
+    """Goldens of a tiny model of some family: logits at every position, and answers.
+
+    There are none of models whose rotary embeddings depend on how long a text has become:
+    transformers changes them on the way, jpaged takes those of the longest request from the start.
+    """
+    content: dict[str, Any] = {
+        "weights_sha256": tiny_models.weights_sha256(tiny_models.tiny_weights(variant))
+    }
+    if variant not in tiny_models.GROWING_ROPES:
+        content = record_tiny(variant, directory)
+    model = load(tiny_models.write_tiny_model(directory, variant))
+    token_ids = np.random.Generator(np.random.PCG64(1)).integers(0, 256, 96).tolist()
+    shown = list(range(0, tiny_models.NUM_TOKENS_KNOWN, 13))
+    content["sequences"] = []
+    for length in (48, 96):
+        with torch.no_grad():
+            logits = model(torch.tensor([token_ids[:length]]), use_cache=False).logits[0]
+        content["sequences"].append(
+            {
+                "token_ids": token_ids[:length],
+                "shown_ids": shown,
+                "logits": [rounded(row[shown]) for row in logits.double().numpy()],
+            }
+        )
+    return content
+
+
 def record_text(directory: Path) -> dict[str, Any]:
     """Goldens of the demo model's tokenizer and chat template."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -301,6 +329,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for variant in tiny_models.VARIANTS:
             write(f"tiny-{variant}", record_tiny(variant, Path(temporary) / variant))
+        for variant in tiny_models.FAMILY_VARIANTS:
+            write(f"tiny-{variant}", record_family(variant, Path(temporary) / variant))
     write("smollm2-text", record_text(smollm2))
     write("smollm2-answers", record_smollm2(smollm2))
     for workload in ("smollm2-workload-A", "smollm2-workload-B"):

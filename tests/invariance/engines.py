@@ -87,12 +87,14 @@ def answer(engine: Engine, jobs: Iterable[Job]) -> list[Request]:
     return requests
 
 
-def assert_naive(requests: Iterable[Request], variant: str = "gqa") -> None:
+def assert_naive(
+    requests: Iterable[Request], variant: str = "gqa", *, max_model_len: int | None = None
+) -> None:
     """Asserts that each finished answer, whole or cut short, is the naive one."""
     for request in requests:
         assert request.finish_reason is not FinishReason.ERROR, request.stop_reason
         naive.assert_answer(
-            naive.tiny_llama(variant),
+            naive.tiny_model(variant, max_model_len),
             request.prompt_token_ids,
             dataclasses.replace(request.params, seed=request.seed),
             request.output_token_ids,

@@ -8,19 +8,23 @@ from tests.invariance import naive
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.mark.parametrize("variant", tiny_models.VARIANTS)
+@pytest.mark.parametrize("variant", [*tiny_models.VARIANTS, *tiny_models.FAMILY_VARIANTS])
 def test_the_naive_oracle_agrees_with_transformers(variant, goldens):
-    model = naive.tiny_llama(variant)
-    for golden in goldens(f"tiny-{variant}")["answers"]:
+    model = naive.tiny_model(variant)
+    for golden in goldens(f"tiny-{variant}").get("answers", ()):
         prompt = golden["prompt_token_ids"]
         naive.assert_answer(model, prompt, GREEDY, golden["token_ids"], golden["logprobs"])
         if "logits_after_prompt" in golden:
             logits = model.logits(prompt)[-1, : tiny_models.NUM_TOKENS_KNOWN]
             np.testing.assert_allclose(logits, golden["logits_after_prompt"], atol=1e-3)
+    for golden in goldens(f"tiny-{variant}").get("sequences", ()):
+        model = naive.tiny_model(variant, len(golden["token_ids"]))
+        logits = model.logits(golden["token_ids"])[:, golden["shown_ids"]]
+        np.testing.assert_allclose(logits, golden["logits"], atol=2e-4)
 
 
 def test_the_naive_oracle_refuses_another_token_and_another_log_probability(goldens):
-    model, golden = naive.tiny_llama("gqa"), goldens("tiny-gqa")["answers"][3]
+    model, golden = naive.tiny_model("gqa"), goldens("tiny-gqa")["answers"][3]
     prompt, token_ids = golden["prompt_token_ids"], list(golden["token_ids"])
     logprobs = list(golden["logprobs"])
     logprobs[5] += 0.002

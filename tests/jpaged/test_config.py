@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from jpaged.config import EngineConfig, Llama3RopeScaling, ModelConfig
+from jpaged.config import EngineConfig, ModelConfig, RopeConfig
 
 MODEL = {
     "architecture": "LlamaForCausalLM",
@@ -16,6 +16,7 @@ MODEL = {
     "max_position_embeddings": 32,
 }
 SCALING = {
+    "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -46,8 +47,8 @@ SCALING = {
         (ModelConfig, MODEL, "num_tokens_known", 101),
         (ModelConfig, MODEL, "num_heads", 3),
         (ModelConfig, MODEL, "head_dim", 3),
-        (Llama3RopeScaling, SCALING, "factor", 0.5),
-        (Llama3RopeScaling, SCALING, "high_freq_factor", 1.0),
+        (RopeConfig, SCALING, "factor", 0.5),
+        (RopeConfig, SCALING, "high_freq_factor", 1.0),
     ],
 )
 def test_value_out_of_range_is_refused_with_field_and_value(kind, valid, field, value):

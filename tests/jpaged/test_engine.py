@@ -9,7 +9,7 @@ from flax import nnx
 
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
-from jpaged.models.llama import Llama
+from jpaged.models.transformer import Transformer
 from jpaged.request import FinishReason
 from jpaged.runner import kv_cache, model_runner
 from jpaged.runner.sampling_state import IN_PROMPT
@@ -325,7 +325,7 @@ class TestUpdateWeights:
         leaves = engine.runner.leaves
         deeper = dataclasses.replace(config, num_layers=3)
         with pytest.raises(ValueError, match="structure differs"):
-            engine.update_weights(Llama(deeper, dtype=np.dtype("float32")))
+            engine.update_weights(Transformer(deeper, dtype=np.dtype("float32")))
         other.norm.weight = nnx.Param(jax.numpy.ones((65,)), **other.norm.weight.get_metadata())
         with pytest.raises(ValueError, match=r"norm.*float32\[65\].*must be float32\[64\]"):
             engine.update_weights(other)

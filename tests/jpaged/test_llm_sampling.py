@@ -53,7 +53,7 @@ def ids_of(output) -> list[list[int]]:
 
 def naive_logprobs(prompt, token_ids) -> np.ndarray:
     """The model's own distribution before each of `token_ids`."""
-    logits = naive.tiny_llama("gqa").logits([*prompt, *token_ids])[len(prompt) - 1 : -1]
+    logits = naive.tiny_model("gqa").logits([*prompt, *token_ids])[len(prompt) - 1 : -1]
     return np.log(naive.softmax(logits[:, : tiny_models.NUM_TOKENS_KNOWN]))
 
 
@@ -198,7 +198,7 @@ def test_other_modes_report_what_they_say(mode, tiny_model):
             with pytest.raises(ValueError, match="best_of is 2; .*logprobs_mode is"):
                 llm.generate([PROMPT], SamplingParams(best_of=2))
     [completion] = output.outputs
-    raw = naive.tiny_llama("gqa").logits([*PROMPT, *completion.token_ids])[39:-1]
+    raw = naive.tiny_model("gqa").logits([*PROMPT, *completion.token_ids])[39:-1]
     edited = raw + 4.0 * (np.arange(raw.shape[1]) == 3)
     kth = np.sort(edited, axis=-1)[:, [-5]]
     processed = np.where(edited >= kth, edited / 0.5, -np.inf)

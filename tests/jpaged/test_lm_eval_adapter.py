@@ -53,7 +53,7 @@ NUM_ANSWER_TOKENS = 12
 
 def oracle_score(context: list[int], continuation: list[int]) -> tuple[float, bool]:
     """Log-probability of the continuation, and whether greedy decoding would give it."""
-    logits = naive.tiny_llama("gqa").logits([*context, *continuation])[len(context) - 1 : -1]
+    logits = naive.tiny_model("gqa").logits([*context, *continuation])[len(context) - 1 : -1]
     logprobs = np.log(naive.softmax(logits))[np.arange(len(continuation)), continuation]
     return float(logprobs.sum()), bool((logits.argmax(axis=-1) == continuation).all())
 
@@ -62,7 +62,7 @@ def oracle_answer(prompt: list[int], num_tokens: int = NUM_ANSWER_TOKENS) -> lis
     """Greedy ids after a prompt."""
     token_ids: list[int] = []
     for _ in range(num_tokens):
-        logits = naive.tiny_llama("gqa").logits([*prompt, *token_ids])[-1]
+        logits = naive.tiny_model("gqa").logits([*prompt, *token_ids])[-1]
         token_id, margin = naive.draw(logits, SamplingParams(temperature=0.0), 0, 0)
         assert margin > NEAR_TIE, "choose another prompt"
         token_ids.append(token_id)

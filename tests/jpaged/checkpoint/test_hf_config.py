@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from jpaged.checkpoint import expected_shapes, read_model_config
-from jpaged.config import Llama3RopeScaling
+from jpaged.config import RopeConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -66,20 +66,20 @@ def test_config_means_what_it_means_to_transformers(config):
     assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    scaled = theirs.rope_parameters["rope_type"] == "llama3"
-    assert (ours.rope_scaling is not None) == scaled
-    if ours.rope_scaling is not None:
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.rope_type == theirs.rope_parameters["rope_type"]
+    if ours.rope.rope_type == "llama3":
         for field in ("factor", "low_freq_factor", "original_max_position_embeddings"):
-            assert getattr(ours.rope_scaling, field) == theirs.rope_parameters[field]
+            assert getattr(ours.rope, field) == theirs.rope_parameters[field]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, eos)
-    for bias in ("attention_bias", "mlp_bias"):
-        assert getattr(ours, bias) == getattr(theirs, bias, False)
+    for ours_is, theirs_is in (("qkv", "attention"), ("o", "attention"), ("mlp", "mlp")):
+        assert getattr(ours, f"{ours_is}_bias") == getattr(theirs, f"{theirs_is}_bias", False)
 
 
 def test_llama3_rope_is_read_whole():
-    assert read({"rope_scaling": LLAMA3_ROPE}).rope_scaling == Llama3RopeScaling(
+    assert read({"rope_scaling": LLAMA3_ROPE}).rope == RopeConfig(
+        rope_type="llama3",
         factor=32.0,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
@@ -121,15 +121,15 @@ def test_bookkeeping_keys_are_accepted():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM.*supported: LlamaForCausalLM"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3Moe.*supports one of LlamaForCausalLM"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"model_type": "granite"}, "model_type is 'granite'"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, "auto_map.*Evil"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_type 'su'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 0.5}}, "rope.factor is 0.5"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type 'proportional'"),
         ({"rope_scaling": LLAMA3_ROPE | {"factor": None}}, "rope_scaling.factor is None"),
         ({"rope_scaling": LLAMA3_ROPE | {"mscale": 1.0}}, "rope_scaling.mscale is 1.0"),
         ({"rope_theta": 0}, "rope_theta is 0"),
@@ -141,7 +141,7 @@ def test_bookkeeping_keys_are_accepted():
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"num_local_experts": 8}, "num_local_experts is 8"),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "320"}, "vocab_size is '320'"),
         ({"hidden_size": 66}, "hidden_size is 66"),
@@ -190,10 +190,14 @@ def test_eos_ids_of_the_generation_config_are_checked_too(eos):
         read(generation_config={"eos_token_id": eos})
 
 
-def test_mistral_without_the_key_has_a_window_and_is_refused():
+def test_mistral_without_the_key_has_a_window():
     config = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
-    with pytest.raises(ValueError, match="sliding_window is 4096"):
-        read(base=config)
+    assert read(base=config).windows == (4096,) * config["num_hidden_layers"]
+    assert read(base=MISTRAL | {"sliding_window": None}).windows == ()
+
+
+def test_code_of_a_checkpoint_is_left_alone():
+    assert read({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}) == read()
 
 
 def test_mistral_with_biases_is_refused():

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.config import Llama3RopeScaling
+from jpaged.config import RopeConfig
 from jpaged.layers.rotary import apply_rotary, inverse_frequencies, rotary_tables
 from tests.invariance.naive import llama3_frequency
 
@@ -23,11 +23,12 @@ def test_frequencies_follow_the_published_formula(head_dim, scaling):
     expected = [
         llama3_frequency(theta ** (-2 * pair / head_dim), scaling) for pair in range(head_dim // 2)
     ]
-    ours = inverse_frequencies(head_dim, theta, Llama3RopeScaling(**scaling) if scaling else None)
+    kind = "llama3" if scaling else "default"
+    ours = inverse_frequencies(head_dim, RopeConfig(theta=theta, rope_type=kind, **scaling))
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, expected, rtol=2e-6)
     if scaling:
-        plain = inverse_frequencies(head_dim, theta)
+        plain = inverse_frequencies(head_dim, RopeConfig(theta=theta))
         ratio = plain / ours
         # Short wavelengths are kept, long ones divided by the factor, and some lie between.
         assert ratio[0] == 1.0 and ratio[-1] == pytest.approx(scaling["factor"])
@@ -38,7 +39,7 @@ def test_a_head_is_turned_pair_by_pair_like_complex_numbers():
     random = np.random.default_rng(0)
     x = random.standard_normal((3, 2, 8), np.float32)
     positions = np.array([0, 1, 1000], np.int32)
-    inv_freq = inverse_frequencies(8, 10000.0)
+    inv_freq = inverse_frequencies(8, RopeConfig())
     out = np.asarray(apply_rotary(jnp.asarray(x), *rotary_tables(jnp.asarray(positions), inv_freq)))
     np.testing.assert_array_equal(out[0], x[0])
     for token, head, pair in np.ndindex(3, 2, 4):
@@ -50,7 +51,7 @@ def test_a_head_is_turned_pair_by_pair_like_complex_numbers():
 
 def test_bfloat16_heads_are_turned_by_angles_of_full_precision():
     x = np.random.default_rng(0).standard_normal((1, 1, 64), np.float32)
-    tables = rotary_tables(jnp.array([4001], jnp.int32), inverse_frequencies(64, 10000.0))
+    tables = rotary_tables(jnp.array([4001], jnp.int32), inverse_frequencies(64, RopeConfig()))
     exact = np.asarray(apply_rotary(jnp.asarray(x), *tables))
     out = apply_rotary(jnp.asarray(x, jnp.bfloat16), *tables)
     assert out.dtype == jnp.bfloat16
