@@ -130,7 +130,7 @@ def test_float32_file_holds_what_the_directory_holds(variant, tiny_model, tmp_pa
     for field in (
         "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers",
         "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
-        "rope_theta", "rope_scaling", "tie_word_embeddings", "attention_bias", "mlp_bias",
+        "rope", "tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias",
         "bos_token_id", "dtype",
     ):  # fmt: skip
         assert getattr(ours, field) == getattr(theirs, field), field
@@ -386,7 +386,7 @@ def test_smollm2_is_read_as_the_gguf_package_dequantises_it():
         config = checkpoint.model_config
         assert (config.num_layers, config.num_heads, config.num_kv_heads) == (30, 9, 3)
         assert (config.vocab_size, config.hidden_size, config.head_dim) == (49152, 576, 64)
-        assert (config.rope_theta, config.rms_norm_eps) == (100000.0, 1e-5)
+        assert (config.rope.theta, config.rms_norm_eps) == (100000.0, 1e-5)
         assert config.tie_word_embeddings and config.eos_token_ids == (2,)
         embedding = checkpoint.read("model.embed_tokens.weight")
         # Q8_0: a row is 18 blocks, each a float16 scale and 32 signed bytes.
