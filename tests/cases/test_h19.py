@@ -29,7 +29,7 @@ def write(directory, *, tied: bool, head: np.ndarray | None):
 def assert_head(engine, tensors, head: np.ndarray) -> None:
     """The engine answers as the naive model with that head does."""
     config = tiny_models.tiny_config("gqa")  # not tied
-    model = naive.Llama(config, tensors | {HEAD: head})
+    model = naive.Naive(config, tensors | {HEAD: head})
     [request] = answer(engine, [Job(PROMPT, PARAMS)])
     naive.assert_answer(model, PROMPT, PARAMS, request.output_token_ids, request.token_logprobs)
 
