@@ -100,7 +100,7 @@ class Models:
         Raises:
             ApiError: If there is none of that name.
         """
-        model = self.all[0] if name is None else self._by_name.get(name)
+        model = self.all[0] if not name else self._by_name.get(name)
         if model is None:
             known = ", ".join(self._by_name)
             raise not_found(f"The model `{name}` does not exist. Here are: {known}.", "model")

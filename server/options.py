@@ -385,9 +385,9 @@ def _merge(
 ) -> list[str]:
     """Arguments of a file and of a command line, whose word on the same thing counts."""
     told = {argument.partition("=")[0] for argument in arguments}
-    for flag in ("enable-prefix-caching",):
-        if {f"--{flag}", f"--no-{flag}"} & told:
-            told |= {f"--{flag}", f"--no-{flag}"}
+    switches = {"--enable-prefix-caching", "--no-enable-prefix-caching"}
+    if switches & told:
+        told |= switches
     if given.models or "--model" in told:
         told |= {"--model", "--served-model-name"}
     merged: list[str] = []

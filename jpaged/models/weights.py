@@ -1,6 +1,5 @@
 """Where each leaf of a module comes from in a Hugging Face checkpoint, and back."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -149,7 +148,6 @@ def _part_pairs(w: np.ndarray, size: int) -> np.ndarray:
 
 def _join_pairs(w: np.ndarray, size: int) -> np.ndarray:
     """Undoes `_part_pairs`."""
-    w = w.copy()
-    half = math.ceil(size / 2)
-    w[:, :, :size:2], w[:, :, 1:size:2] = w[:, :, :half].copy(), w[:, :, half:size].copy()
-    return w
+    joined = w.copy()
+    joined[:, :, :size:2], joined[:, :, 1:size:2] = np.split(w[:, :, :size], 2, axis=2)
+    return joined
