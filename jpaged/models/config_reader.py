@@ -130,7 +130,9 @@ class ConfigReader:
         """
         rest = dict(values)
         theta = as_number(rest.pop("rope_theta"), "config.json: rope_theta")
-        share = as_number(rest.pop("partial_rotary_factor", 1.0), f"{owner}.partial_rotary_factor")
+        share = as_number(
+            rest.pop("partial_rotary_factor", 1.0), "config.json: partial_rotary_factor"
+        )
         rotary_dim = int(head_dim * share)
         if not partial and share != 1.0:
             raise ValueError(
@@ -168,11 +170,12 @@ class ConfigReader:
         def number(key: str, default: float | None = None) -> float:
             return as_number(rest.get(key, default), f"config.json: {owner}.{key}")
 
-        if kind != "linear":
-            fields["original_max_position_embeddings"] = (
-                longest if kind == "dynamic" else int(as_number(original, f"{owner}.original_max"
-                                                                "_position_embeddings"))
-            )  # fmt: skip
+        if kind == "dynamic":
+            fields["original_max_position_embeddings"] = longest
+        elif kind != "linear":
+            name = f"config.json: {owner}.original_max_position_embeddings"
+            original = int(as_number(original, name))
+            fields["original_max_position_embeddings"] = original
         match kind:
             case "linear" | "dynamic":
                 fields["factor"] = number("factor")
