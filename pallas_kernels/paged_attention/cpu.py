@@ -240,14 +240,16 @@ def _attend_tile(
         peaks[r], totals[r] = _LOWEST, 0
         for h in range(head_dim):
             out[r, h] = 0
-    # Blocks that no token of the tile sees may be anybody's by now.
-    context_begin = max(0, position + 1 - window) // block_size * block_size
-    for start in range(context_begin, context_len, piece):
+    # What no token of the tile sees may be anything by now, of anybody: it is not read.
+    seen_begin = max(0, position + 1 - window)
+    for start in range(seen_begin // block_size * block_size, context_len, piece):
         end = min(start + piece, context_len)
         for first in range(start, end, block_size):
+            skip = max(0, seen_begin - first)
             address = kv + block_table[first // block_size] * block_bytes
-            k = _as_float32(address, itemsize, block)
-            _multiply_keys(scores, q, k, first - start, min(block_size, end - first))
+            k = _as_float32(address, itemsize, block)[skip:]
+            count = min(block_size, end - first) - skip
+            _multiply_keys(scores, q, k, first - start + skip, count)
         for r in range(num_rows):
             last = position + r // group
             num_visible = max(0, min(end, last + 1) - start)
@@ -267,9 +269,11 @@ def _attend_tile(
             for h in range(head_dim):
                 out[r, h] *= decay
         for first in range(start, end, block_size):
+            skip = max(0, seen_begin - first)
             address = kv + block_table[first // block_size] * block_bytes
-            v = _as_float32(address + block_size * head_dim * itemsize, itemsize, block)
-            _add_values(out, scores, v, first - start, min(block_size, end - first))
+            v = _as_float32(address + block_size * head_dim * itemsize, itemsize, block)[skip:]
+            count = min(block_size, end - first) - skip
+            _add_values(out, scores, v, first - start + skip, count)
     for r in range(num_rows):
         norm = np.float32(1) / totals[r]
         for h in range(head_dim):
