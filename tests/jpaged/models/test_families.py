@@ -71,7 +71,7 @@ def test_answers_are_those_of_transformers_and_of_the_naive_oracle(variant, tiny
     jobs = [Job(golden["prompt_token_ids"], params) for golden in answers]
     # Past every window, and beyond the lengths of training that there are.
     random = np.random.default_rng(7)
-    jobs += [Job(random.integers(0, 256, length).tolist(), params) for length in (70, 96, 100)]
+    jobs += [Job(random.integers(0, 256, length).tolist(), params) for length in (30, 70, 90, 100)]
     before = engine.scheduler.num_preemptions
     requests = answer(engine, jobs)
     assert engine.scheduler.num_preemptions > before
