@@ -6,6 +6,8 @@ imports JAX. What one caller asks of one request is `jpaged.sampling_params`.
 
 from dataclasses import dataclass
 
+from jpaged.kv_groups import KVGroup, group_layers
+
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "gelu_tanh")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -233,10 +235,16 @@ class ModelConfig:
         return self.window_rope
 
     @property
-    def longest_window(self) -> int | None:
-        """Of the layers; `None` if one of them sees all."""
-        known = [window for window in self.windows if window is not None]
-        return max(known) if len(known) == self.num_layers else None
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """How the layers share block tables; a window that no request outgrows is none."""
+        limit = self.max_model_len or self.max_position_embeddings
+        windows = self.windows or (None,) * self.num_layers
+        return group_layers(tuple(w if w is not None and w < limit else None for w in windows))
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers whose keys and values one block holds."""
+        return max(len(group.layers) for group in self.kv_groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

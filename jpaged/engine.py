@@ -24,7 +24,7 @@ from jpaged.admission import check_ids, check_params, index_processors
 from jpaged.checkpoint import Checkpoint
 from jpaged.checkpoint.loader import load_model
 from jpaged.config import EngineConfig, ModelConfig
-from jpaged.core.kv_cache_manager import KVCacheManager
+from jpaged.core.kv_cache_manager import KVCacheManager, longest_request
 from jpaged.core.scheduler import Scheduler
 from jpaged.models.registry import find_family
 from jpaged.models.transformer import Transformer
@@ -182,6 +182,7 @@ class Engine:
                 kernels=kernels,
             )
 
+        windows = tuple(group.window for group in self.model_config.kv_groups)
         self.num_blocks = plan_num_blocks(
             config,
             self.model_config,
@@ -189,17 +190,29 @@ class Engine:
             weight_bytes=weight_bytes,
             state_bytes=sampling_state.num_bytes(max_num_seqs, self.model_config.vocab_size),
             weights_are_loaded=load is None,
-            max_tokens=max_num_seqs * max_model_len,
+            most_blocks=max_num_seqs * len(windows) * -(-max_model_len // block_size),
             runner=make_runner(max_model_len),
         )
-        capacity = self.num_blocks * block_size
+        capacity = longest_request(
+            self.num_blocks,
+            windows,
+            block_size=block_size,
+            max_step_tokens=max_num_batched_tokens,
+            limit=max_model_len,
+        )
+        if capacity < 1:
+            raise ValueError(
+                f"the KV cache has {self.num_blocks} blocks of {block_size} tokens; {len(windows)} "
+                "groups of layers need more for one request: raise num_blocks, "
+                "kv_cache_memory_bytes or memory_utilization"
+            )
         if config.max_model_len is not None and config.max_model_len > capacity:
             raise ValueError(
                 f"EngineConfig.max_model_len is {config.max_model_len}; the KV cache holds "
-                f"{capacity} tokens ({self.num_blocks} blocks of {block_size}): lower it or raise "
-                "num_blocks, kv_cache_memory_bytes or memory_utilization"
+                f"{capacity} tokens of a request ({self.num_blocks} blocks of {block_size}): lower "
+                "it or raise num_blocks, kv_cache_memory_bytes or memory_utilization"
             )
-        self.max_model_len = min(max_model_len, capacity)
+        self.max_model_len = capacity
         if self.max_model_len < max_model_len:
             logger.warning(
                 "max_model_len is %d and not the model's %d: the KV cache holds no more. Give it "
@@ -214,6 +227,8 @@ class Engine:
             max_model_len=self.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             watermark=config.watermark,
+            windows=windows,
+            max_step_tokens=max_num_batched_tokens,
         )
         self.scheduler = Scheduler(
             manager,
@@ -245,11 +260,13 @@ class Engine:
             / 2**20
         )
         logger.info(
-            "weights %.0f MiB, KV cache %.0f MiB: %d blocks of %d tokens, max_model_len %d",
+            "weights %.0f MiB, KV cache %.0f MiB: %d blocks of %d tokens and %d layers, "
+            "max_model_len %d",
             weight_bytes / 2**20,
             cache_mib,
             self.num_blocks,
             block_size,
+            self.model_config.num_cached_layers,
             self.max_model_len,
         )
 

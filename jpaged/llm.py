@@ -486,11 +486,13 @@ class LLM:
         largest = table.find(num_rows, num_rows)
         needed: list[Bucket] = [b for b in table.decode if b.num_rows <= largest.num_rows]
         num_tokens = sum(request.num_tokens for request in requests)
-        num_slots = sum(
-            (request.num_tokens + request.max_tokens) * request.params.num_samples
-            for request in requests
-        )
-        if num_slots > self.engine.num_blocks * self.engine.runner.block_size // 2:
+        num_slots, num_blocks = 0, 0
+        for request in requests:
+            count = request.num_tokens + request.max_tokens
+            num_slots += count * request.params.num_samples
+            most = self.engine.kv_cache_manager.most_blocks(count)
+            num_blocks += most * request.params.num_samples
+        if num_blocks > self.engine.num_blocks // 2:
             num_tokens = num_slots  # a preempted request computes its answer again as a prompt
         for bucket in table.mixed:
             needed.append(bucket)

@@ -458,9 +458,9 @@ def check_step(bench: Bench, backend: str) -> Check:
             request = Request(request_id=str(i), prompt_token_ids=token_ids.tolist(), params=params)
             request.row = i
             scheduled.append(ScheduledRequest(request, context - 1, 1, True))
-        tables = np.zeros((num_rows, runner.max_blocks), np.int32)
+        tables = np.zeros((1, num_rows, runner.max_blocks), np.int32)
         blocks = 1 + np.random.default_rng(1).permutation(num_blocks).astype(np.int32)
-        tables[:, : context // block_size] = blocks.reshape(num_rows, -1)
+        tables[0, :, : context // block_size] = blocks.reshape(num_rows, -1)
         bucket, buffer = runner.build(scheduled, tables)
         buffer = np.array(buffer)
         program, biases = runner.program(bucket), runner.sampling_state.biases

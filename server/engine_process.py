@@ -218,6 +218,7 @@ def limits_of(engine: Any, config: Any) -> messages.Limits:
     return messages.Limits(
         max_model_len=engine.max_model_len,
         num_blocks=engine.num_blocks,
+        most_blocks=engine.kv_cache_manager.most_blocks(engine.max_model_len),
         block_size=engine.kv_cache_manager.block_size,
         max_num_seqs=engine.scheduler.max_num_seqs,
         cache_config=settings | {"num_gpu_blocks": str(engine.num_blocks)},

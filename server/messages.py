@@ -103,6 +103,7 @@ class Limits(NamedTuple):
     Attributes:
         max_model_len: Prompt and answer together.
         num_blocks: Of the KV cache.
+        most_blocks: That a request of `max_model_len` tokens holds at the same time.
         block_size: Tokens in each.
         max_num_seqs: Requests in one step.
         cache_config: All settings, as text, for `cache_config_info`.
@@ -110,6 +111,7 @@ class Limits(NamedTuple):
 
     max_model_len: int
     num_blocks: int
+    most_blocks: int
     block_size: int
     max_num_seqs: int
     cache_config: Mapping[str, str]

@@ -319,14 +319,14 @@ def _report_start(client: EngineClient) -> None:
     for state in client.states:
         limits = state.limits
         assert limits is not None
-        num_tokens = limits.num_blocks * limits.block_size
+        concurrency = limits.num_blocks / limits.most_blocks
         logger.info(
             "%s: GPU KV cache size: %s tokens, Maximum concurrency for %s tokens per request: "
             "%.2fx",
             state.spec.name,
-            f"{num_tokens:,}",
+            f"{int(concurrency * limits.max_model_len):,}",
             f"{limits.max_model_len:,}",
-            num_tokens / limits.max_model_len,
+            concurrency,
         )
     logger.info("ready: %s", ", ".join(state.spec.name for state in client.states))
 

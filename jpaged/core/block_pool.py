@@ -12,20 +12,46 @@ A free block is always taken before a cached one is evicted, and cached blocks a
 recently used first. Requests give their blocks back tail first, so a chain of cached blocks
 loses its tail before the head that others may share (the rule is vLLM's).
 
-**Prefix index.** A full block is found by its key, `(parent, tokens)`: its own tokens and the
-*content id* of the block before it, or the request's cache salt where there is none before it.
-A content id is drawn once for each newly published content and never again, so by induction two
-blocks with equal keys have equal tokens from the first one on, and equal salts. The index is a
-dict: it hashes the key and then compares it in full, so a hash collision cannot lead to the K and
+**Prefix index.** A full block's tokens and all before them are a *content*. It is found by its
+key, `(parent, tokens)`: the tokens of the block and the number of the content before it, or the
+request's cache salt where there is none before it. Numbers are never given twice, so by induction
+two contents with equal keys have equal tokens from the first one on, and equal salts. The index is
+a dict: it hashes the key and then compares it in full, so a hash collision cannot lead to the K and
 V of another prefix.
+
+A content has a block in each KV group (`jpaged.kv_groups`), as long as it is not evicted, and stays
+known while any block holds it, a content follows it or a request's last full block has it. So a
+chain of contents leads on behind a window, where the blocks of its layers are long gone.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 
-BlockKey = tuple[int | str, tuple[int, ...]]
-"""(content id of the block before, or the salt; tokens of this block)."""
+ContentKey = tuple[int | str, tuple[int, ...]]
+"""(number of the content before, or the salt; tokens of this block)."""
+
+
+class Content:
+    """A full block's tokens and all before them, known to the prefix index.
+
+    Attributes:
+        number: Its own, the first part of the keys of those that follow.
+        key: Under which it is found.
+        parent: The content before it; `None`: it begins a prompt.
+        block_ids: By KV group, the block that is found for it; 0: there is none.
+        num_references: Blocks that are found for it, contents that follow it, and holders.
+    """
+
+    __slots__ = ("block_ids", "key", "num_references", "number", "parent")
+
+    def __init__(self, number: int, key: ContentKey, parent: "Content | None", num_groups: int):
+        """Makes a content that no block holds yet."""
+        self.number = number
+        self.key = key
+        self.parent = parent
+        self.block_ids = [0] * num_groups
+        self.num_references = 0
 
 
 class BlockPool:
@@ -54,10 +80,10 @@ class BlockPool:
         self._ref_counts = [0] * (num_blocks + 1)
         self._free = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._index: dict[BlockKey, int] = {}
-        self._keys: list[BlockKey | None] = [None] * (num_blocks + 1)
-        self._content_ids = [0] * (num_blocks + 1)
-        self._new_content_id = count(1)
+        self._index: dict[ContentKey, Content] = {}
+        # By block, the content that it is found for.
+        self._contents: list[Content | None] = [None] * (num_blocks + 1)
+        self._new_number = count(1)
 
     @property
     def num_free_blocks(self) -> int:
@@ -111,83 +137,93 @@ class BlockPool:
             if ref_counts[block_id] == 1:
                 self.num_shared_blocks -= 1
             elif ref_counts[block_id] == 0:
-                if self._keys[block_id] is not None:
+                if self._contents[block_id] is not None:
                     self._cached[block_id] = None
                 else:
-                    self._content_ids[block_id] = 0
                     self._free.append(block_id)
 
     def is_in_use(self, block_id: int) -> bool:
         """Whether somebody refers to the block."""
         return self._ref_counts[block_id] > 0
 
-    def content_id(self, block_id: int) -> int:
-        """What stands for the block's tokens and all before them; 0 if it was not published."""
-        return self._content_ids[block_id]
-
-    def find(self, key: BlockKey) -> int | None:
-        """The block that holds this content, in use or cached."""
+    def find(self, key: ContentKey) -> Content | None:
+        """What is known under this key, though some of its blocks may be gone."""
         return self._index.get(key)
 
-    def find_key(self, block_id: int) -> BlockKey | None:
-        """The key under which the block is found, if it is."""
-        return self._keys[block_id]
+    def publish(self, parent: Content | None, key: ContentKey, block_ids: Sequence[int]) -> Content:
+        """Makes full blocks in use, one of each group, findable as a content.
 
-    def publish(self, block_id: int, key: BlockKey) -> int:
-        """Indexes the content of a full block in use.
+        Where a group has a block for it already, the new one is found instead if the other is
+        merely cached (which becomes free: its copy in use lasts longer); else it is not found
+        itself.
 
-        If the content is indexed already, the block gets the same content id, so that blocks
-        after it can be published. It is found instead of the other block if that one is merely
-        cached (which becomes free: its copy in use lasts longer); else it is not found itself.
-
-        Returns:
-            The content id, the parent of the next block's key.
+        Args:
+            parent: The content before it, known.
+            key: The content's.
+            block_ids: By group.
         """
-        assert self._ref_counts[block_id] > 0 and self._content_ids[block_id] == 0, block_id
-        indexed = self._index.setdefault(key, block_id)
-        if indexed == block_id:
-            content_id = next(self._new_content_id)
-            self._keys[block_id] = key
-        else:
-            content_id = self._content_ids[indexed]
-            if self._ref_counts[indexed] == 0:
-                del self._cached[indexed]
-                self._forget(indexed)
-                self._free.append(indexed)
-                self._index[key] = block_id
-                self._keys[block_id] = key
-        self._content_ids[block_id] = content_id
-        return content_id
+        content = self._index.get(key)
+        if content is None:
+            content = Content(next(self._new_number), key, parent, len(block_ids))
+            self._index[key] = content
+            if parent is not None:
+                parent.num_references += 1
+        for group, block_id in enumerate(block_ids):
+            assert self._ref_counts[block_id] > 0 and self._contents[block_id] is None, block_id
+            found = content.block_ids[group]
+            if found:
+                if self._ref_counts[found]:
+                    continue
+                del self._cached[found]
+                self._contents[found] = None
+                self._free.append(found)
+            else:
+                content.num_references += 1
+            content.block_ids[group] = block_id
+            self._contents[block_id] = content
+        return content
+
+    def hold(self, content: Content) -> None:
+        """Keeps a content and those before it known, whatever becomes of their blocks."""
+        content.num_references += 1
+
+    def release(self, content: Content) -> None:
+        """Gives one reference back; what nothing refers to any more is forgotten."""
+        last: Content | None = content
+        while last is not None:
+            last.num_references -= 1
+            if last.num_references:
+                return
+            del self._index[last.key]
+            last = last.parent
 
     def reset_prefix_cache(self) -> None:
         """Forgets all content: what is cached becomes free, what is in use is not found again.
 
         For when the weights change. Owners of blocks in use must not publish anything that
-        rests on them afterwards; `KVCacheManager.reset_prefix_cache` sees to it.
+        rests on them afterwards, nor release what they held; `KVCacheManager.reset_prefix_cache`
+        sees to it.
         """
         self._index.clear()
         self._free.extend(self._cached)
         self._cached.clear()
-        self._keys = [None] * (self.num_blocks + 1)
-        self._content_ids = [0] * (self.num_blocks + 1)
+        self._contents = [None] * (self.num_blocks + 1)
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)
-        self._forget(block_id)
+        content = self._contents[block_id]
+        assert content is not None, f"cached block {block_id} has no content"
+        content.block_ids[content.block_ids.index(block_id)] = 0
+        self._contents[block_id] = None
+        self.release(content)
         return block_id
 
-    def _forget(self, block_id: int) -> None:
-        key = self._keys[block_id]
-        assert key is not None, f"cached block {block_id} has no key"
-        del self._index[key]
-        self._keys[block_id] = None
-        self._content_ids[block_id] = 0
-
-    def check(self, references: Iterable[int]) -> None:
+    def check(self, references: Iterable[int], held: Iterable[Content] = ()) -> None:
         """Asserts every invariant of the pool; for tests, it walks all blocks.
 
         Args:
             references: Block ids as the owners hold them, one entry per reference.
+            held: Contents, likewise.
         """
         expected = Counter(references)
         assert 0 not in expected, "block 0 belongs to nobody"
@@ -202,12 +238,22 @@ class BlockPool:
         assert free | cached | in_use == set(range(1, self.num_blocks + 1))
         assert self.num_blocks_in_use == len(in_use)
         assert self.num_shared_blocks == sum(n > 1 for n in self._ref_counts)
-        indexed = {b for b, key in enumerate(self._keys) if key is not None}
-        assert cached <= indexed, "a cached block has lost its key"
-        assert not free & indexed, "a free block is still indexed"
-        assert len(self._index) == len(indexed)
-        for key, block_id in self._index.items():
-            assert self._keys[block_id] == key, f"block {block_id} is indexed under another key"
-        contents = [self._content_ids[block_id] for block_id in indexed]
-        assert 0 not in contents and len(set(contents)) == len(contents)
-        assert all(self._content_ids[block_id] == 0 for block_id in free)
+        indexed = {b for b, content in enumerate(self._contents) if content is not None}
+        assert cached <= indexed, "a cached block has lost its content"
+        assert not free & indexed, "a free block is still found"
+        num_references = Counter(held)
+        found: list[int] = []
+        for key, content in self._index.items():
+            assert content.key == key
+            block_ids = [block_id for block_id in content.block_ids if block_id]
+            assert all(self._contents[block_id] is content for block_id in block_ids)
+            found += block_ids
+            num_references[content] += len(block_ids)
+            if content.parent is not None:
+                assert key[0] == content.parent.number
+                num_references[content.parent] += 1
+        assert sorted(found) == sorted(indexed), "a block is found for two contents, or for none"
+        contents = set(self._index.values())
+        assert len({content.number for content in contents}) == len(contents)
+        assert set(num_references) == contents, "a content is known that nothing refers to"
+        assert all(content.num_references == n for content, n in num_references.items())

@@ -135,11 +135,13 @@ class Scheduler:
                 f"{kv_cache_manager.max_num_seqs} rows, make it at most that"
             )
         num_blocks, block_size = kv_cache_manager.pool.num_blocks, kv_cache_manager.block_size
-        if max_model_len > min(kv_cache_manager.max_model_len, num_blocks * block_size):
+        num_needed = kv_cache_manager.most_blocks(max_model_len)
+        if max_model_len > kv_cache_manager.max_model_len or num_needed > num_blocks:
             raise ValueError(
                 f"max_model_len is {max_model_len}; one request must fit into its block table, "
                 f"{kv_cache_manager.max_model_len} tokens, and into the pool, {num_blocks} blocks "
-                f"of {block_size} tokens: lower it or give the KV cache more memory"
+                f"of {block_size} tokens, of which it needs {num_needed}: lower it or give the KV "
+                "cache more memory"
             )
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy is {policy!r}; it must be 'fcfs' or 'priority'")
@@ -407,7 +409,7 @@ class Scheduler:
             Tokens scheduled for them; the chunks are appended.
         """
         kv = self._kv
-        num_reserved_blocks = sum(map(self._num_blocks_lacking, lacking))
+        num_reserved_blocks = sum(map(kv.num_blocks_lacking, lacking))
         num_tokens_left = budget
         num_deferrals_left = MAX_DEFERRALS_PER_STEP
         while num_tokens_left and num_deferrals_left and len(self._running) < self.max_num_seqs:
@@ -431,7 +433,7 @@ class Scheduler:
             self._run(request)
             chunks.append(_share(request, num_tokens))
             num_tokens_left -= num_tokens
-            num_reserved_blocks += self._num_blocks_lacking(request)
+            num_reserved_blocks += kv.num_blocks_lacking(request)
         return budget - num_tokens_left
 
     def _cut_chunks(self, chunks: list[ScheduledRequest], num_tokens: int) -> None:
@@ -446,12 +448,6 @@ class Scheduler:
 
     def _num_chunk_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         return min(request.num_tokens - num_computed_tokens, self._max_chunk_tokens, budget)
-
-    def _num_blocks_lacking(self, request: Request) -> int:
-        """Blocks that the tokens a running request has so far still need."""
-        block_size = self._kv.block_size
-        num_blocks = self._kv.num_slots[request.row] // block_size
-        return -(-request.num_tokens // block_size) - num_blocks
 
     def _grow(
         self,
@@ -507,10 +503,10 @@ class Scheduler:
         if not request.prompt_token_ids:
             raise ValueError("prompt_token_ids is empty; a prompt must have at least one token")
         if request.num_tokens + min(request.max_tokens, 1) > self._max_model_len:
-            slots = self._kv.pool.num_blocks * self._kv.block_size
+            pool = self._kv.pool
             raise ValueError(
                 f"prompt_token_ids has {request.num_tokens} tokens; with max_model_len "
-                f"{self._max_model_len} and a KV cache of {slots} tokens, at most "
+                f"{self._max_model_len} and {pool.num_blocks} KV blocks, at most "
                 f"{self._max_model_len - 1} leave room for an answer: shorten the prompt, or raise "
                 "max_model_len or the memory of the KV cache"
             )

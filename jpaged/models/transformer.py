@@ -104,10 +104,29 @@ class Transformer(nnx.Module):
         token_ids: Int[Array, " T"],
         positions: Int[Array, " T"],
         kv_cache: KVCache,
-        inputs: AttentionInputs,
+        inputs: tuple[AttentionInputs, ...],
     ) -> tuple[Float[Array, "T D"], KVCache]:
-        """Returns final hidden states and the cache with this step's tokens written."""
+        """Returns final hidden states and the cache with this step's tokens written.
+
+        Args:
+            token_ids: Of the step.
+            positions: Of each token in its request.
+            kv_cache: One array for each layer of the largest KV group: `config.num_cached_layers`.
+            inputs: One for each group of `config.kv_groups`.
+        """
         config = self.config
+        groups = config.kv_groups
+        if len(inputs) != len(groups) or len(kv_cache) != config.num_cached_layers:
+            raise ValueError(
+                f"inputs and kv_cache have {len(inputs)} and {len(kv_cache)} entries; this model "
+                f"needs {len(groups)}, one for each KV group, and {config.num_cached_layers}, one "
+                "for each layer of the largest group"
+            )
+        places = {
+            layer: (group, index)
+            for group, (_, layers) in enumerate(groups)
+            for index, layer in enumerate(layers)
+        }
         max_model_len = config.max_model_len or config.max_position_embeddings
         tables = {
             rope: rotary_tables(
@@ -121,14 +140,16 @@ class Transformer(nnx.Module):
         if config.embedding_scale != 1.0:
             # Rounded as the weights are, as transformers does.
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
-        new_cache = []
+        arrays = list(kv_cache)
         # Unrolled: a scan over stacked weights would copy each layer's slice every step. The
         # inner jit is traced and lowered once for all layers of a kind.
-        for index, (layer, kv_cache_layer) in enumerate(zip(self.layers, kv_cache, strict=True)):
-            cos, sin = tables[config.rope_of(index)]
-            x, kv_cache_layer = _call_layer(*nnx.split(layer), x, cos, sin, kv_cache_layer, inputs)
-            new_cache.append(kv_cache_layer)
-        return self.norm(x), tuple(new_cache)
+        for number, layer in enumerate(self.layers):
+            cos, sin = tables[config.rope_of(number)]
+            group, index = places[number]
+            x, arrays[index] = _call_layer(
+                *nnx.split(layer), x, cos, sin, arrays[index], inputs[group]
+            )
+        return self.norm(x), tuple(arrays)
 
     def logits(self, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Logits of every id, in float32."""

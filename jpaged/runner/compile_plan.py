@@ -163,6 +163,10 @@ class CompilePlan:
                     report(number, len(missing))
         _return_freed_memory()
 
+    def lower(self, name: Any) -> jax.stages.Lowered:
+        """Lowers a program that is planned; nothing is kept."""
+        return self._lower[name]()
+
     def __len__(self) -> int:
         """Programs that are planned."""
         return len(self._lower)

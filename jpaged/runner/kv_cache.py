@@ -1,7 +1,8 @@
 """The KV cache on the device: its size, its arrays, and copies of blocks.
 
-Its layout is documented in `pallas_kernels.paged_attention`. Layers are separate arrays, so that
-each is updated in place when the step donates them.
+The layout of an array is documented in `pallas_kernels.paged_attention`. There is one for each
+layer of a KV group (`jpaged.kv_groups`), so that each is updated in place when the step donates
+them; the blocks of all groups lie in the same arrays.
 """
 
 import jax
@@ -16,20 +17,20 @@ KVCache = tuple[Float[Array, "P K 2 S H"], ...]
 
 
 def layer_shapes(config: ModelConfig, *, num_blocks: int, block_size: int) -> list[tuple[int, ...]]:
-    """Shape of each layer's array for `num_blocks` usable blocks; block 0 comes on top."""
+    """Shape of each array for `num_blocks` usable blocks; block 0 comes on top."""
     shape = kv_cache_layer_shape(
         num_blocks=num_blocks + 1,
         num_kv_heads=config.num_kv_heads,
         block_size=block_size,
         head_dim=config.head_dim,
     )
-    return [shape] * config.num_layers
+    return [shape] * config.num_cached_layers
 
 
 def block_bytes(config: ModelConfig, *, block_size: int, dtype: jnp.dtype) -> int:
-    """Bytes that one block takes in all layers."""
+    """Bytes that one block takes in all arrays."""
     per_layer = config.num_kv_heads * 2 * block_size * config.head_dim
-    return config.num_layers * per_layer * jnp.dtype(dtype).itemsize
+    return config.num_cached_layers * per_layer * jnp.dtype(dtype).itemsize
 
 
 def allocate(config: ModelConfig, *, num_blocks: int, block_size: int, dtype: jnp.dtype) -> KVCache:

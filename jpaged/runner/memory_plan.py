@@ -20,7 +20,7 @@ def plan_num_blocks(
     weight_bytes: int,
     state_bytes: int,
     weights_are_loaded: bool,
-    max_tokens: int,
+    most_blocks: int,
     runner: ModelRunner,
 ) -> int:
     """How many KV blocks to allocate: weights + compiled workspace + pool = budget.
@@ -35,7 +35,7 @@ def plan_num_blocks(
         weight_bytes: What the weights take.
         state_bytes: What the sampler keeps of each request.
         weights_are_loaded: Whether weights take their memory already.
-        max_tokens: Tokens of all requests together at most: more blocks would never be used.
+        most_blocks: Of all requests together: more would never be used.
         runner: Compiles the largest program where it must be known what that needs.
 
     Raises:
@@ -68,7 +68,7 @@ def plan_num_blocks(
             )
         return num_blocks
     budget = int(memory * config.memory_utilization)
-    wanted = max_tokens // config.block_size * block_bytes
+    wanted = most_blocks * block_bytes
     if is_cpu:
         # Memory is shared with everything else that runs there: take what is asked for, not all.
         wanted = min(wanted, _DEFAULT_CPU_CACHE_BYTES)

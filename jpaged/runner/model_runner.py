@@ -144,7 +144,8 @@ class ModelRunner:
         self._platform = platform or jax.default_backend()
         self._processors = tuple(processors)
         num_arguments = sum(processor.num_arguments for processor in processors)
-        self._layout = StepLayout(max_blocks, num_arguments, kernels, config.longest_window)
+        windows = tuple(group.window for group in config.kv_groups)
+        self._layout = StepLayout(max_blocks, num_arguments, kernels, windows)
         self._builder = StepInputsBuilder(
             layout=self._layout,
             buckets=buckets,
@@ -240,6 +241,10 @@ class ModelRunner:
         """Programs that `compile` compiles."""
         return len(self._plan)
 
+    def lower(self, bucket: Bucket) -> jax.stages.Lowered:
+        """The lowered step of a bucket, anew, for inspection."""
+        return self._plan.lower(bucket)
+
     def program(self, bucket: Bucket) -> jax.stages.Compiled:
         """The compiled step of a bucket, for inspection."""
         return self._plan[bucket]
@@ -268,9 +273,8 @@ class ModelRunner:
         """The traced step; see the module's docstring."""
         model = self._merge(leaves)
         inputs = self._layout.unpack(buffer, bucket)
-        hidden, kv_cache = model(
-            inputs.token_ids, inputs.attention.positions, kv_cache, inputs.attention
-        )
+        positions = inputs.attention[0].positions
+        hidden, kv_cache = model(inputs.token_ids, positions, kv_cache, inputs.attention)
         with jax.named_scope("logits"):
             logits = model.logits(_pick(hidden, inputs.logits_indices))
         with jax.named_scope("sample"):

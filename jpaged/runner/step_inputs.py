@@ -125,13 +125,14 @@ class StepInputs(NamedTuple):
 
     Attributes:
         token_ids: Ids to embed; 0 for padding.
-        attention: Positions, slots and block tables.
+        attention: Positions, slots and block tables, by KV group; only the last two differ, and
+            the work list if the windows do.
         logits_indices: Token of each row whose next token is sampled (its last); 0 for padding.
         sampling: What each row asks of the sampler.
     """
 
     token_ids: Int[Array, " T"]
-    attention: AttentionInputs
+    attention: tuple[AttentionInputs, ...]
     logits_indices: Int[Array, " B"]
     sampling: SamplingInputs
 
@@ -229,27 +230,35 @@ class StepLayout(NamedTuple):
         max_blocks: Blocks of the longest request.
         num_arguments: Of all logits processors.
         kernels: That attend; `None`: the platform's own code.
-        window: The longest of the layers; `None`: one of them sees all.
+        windows: Of each KV group; `None`: it has none.
     """
 
     max_blocks: int
     num_arguments: int = 0
     kernels: Kernels | None = None
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)
 
     def unpack(self, buffer: Any, bucket: Bucket) -> StepInputs:
         """Cuts a flat int32 buffer, NumPy or traced, into the inputs of a step."""
-        num_tokens, num_rows = bucket
+        (num_tokens, num_rows), num_groups = bucket, len(self.windows)
         cut = _Cursor(buffer)
+        token_ids, positions = cut.ints(num_tokens), cut.ints(num_tokens)
+        query_start_loc, seq_lens = cut.ints(num_rows + 1), cut.ints(num_rows)
+        slot_mapping = cut.ints(num_groups, num_tokens)
+        block_tables = cut.ints(num_groups, num_rows, self.max_blocks)
+        plans = {window: self._cut_plan(cut, bucket) for window in self.plan_windows}
         return StepInputs(
-            token_ids=cut.ints(num_tokens),
-            attention=AttentionInputs(
-                positions=cut.ints(num_tokens),
-                slot_mapping=cut.ints(num_tokens),
-                query_start_loc=cut.ints(num_rows + 1),
-                seq_lens=cut.ints(num_rows),
-                block_tables=cut.ints(num_rows, self.max_blocks),
-                plan=self._cut_plan(cut, bucket),
+            token_ids=token_ids,
+            attention=tuple(
+                AttentionInputs(
+                    positions=positions,
+                    slot_mapping=slot_mapping[group],
+                    query_start_loc=query_start_loc,
+                    seq_lens=seq_lens,
+                    block_tables=block_tables[group],
+                    plan=plans[window],
+                )
+                for group, window in enumerate(self.windows)
             ),
             logits_indices=cut.ints(num_rows),
             sampling=SamplingInputs(
@@ -263,11 +272,21 @@ class StepLayout(NamedTuple):
 
     def buffer_size(self, bucket: Bucket) -> int:
         """Length of the int32 buffer that `unpack` cuts."""
-        per_row = 3 + self.max_blocks + _NUM_FLOATS + self.num_arguments + _NUM_INTS + 3
-        size = 3 * bucket.num_tokens + bucket.num_rows * per_row + 1
+        num_groups = len(self.windows)
+        per_token = 2 + num_groups
+        per_row = (
+            3 + num_groups * self.max_blocks + _NUM_FLOATS + self.num_arguments + _NUM_INTS + 3
+        )
+        size = per_token * bucket.num_tokens + bucket.num_rows * per_row + 1
         if self.kernels is not None and self.kernels.tiling is not None:
-            size += plan_sizes(self.kernels.tiling, **bucket._asdict()).num_ints
+            num_ints = plan_sizes(self.kernels.tiling, **bucket._asdict()).num_ints
+            size += len(self.plan_windows) * num_ints
         return size
+
+    @property
+    def plan_windows(self) -> tuple[int | None, ...]:
+        """Groups of the same window share one work list: only their tables differ."""
+        return tuple(dict.fromkeys(self.windows))
 
     def _cut_plan(self, cut: _Cursor, bucket: Bucket) -> AttentionPlan | None:
         if self.kernels is None:
@@ -331,7 +350,7 @@ class StepInputsBuilder:
 
         Args:
             scheduled: The step's requests, in row order.
-            block_tables: Block ids by `request.row`, int32 `[max_num_seqs, M]`.
+            block_tables: Block ids by KV group and `request.row`, int32 `[G, max_num_seqs, M]`.
 
         Returns:
             The bucket and its filled buffer, which belongs to the step until the step after the
@@ -364,7 +383,7 @@ class StepInputsBuilder:
             ]
         bucket = self.buckets.find(num_tokens, num_rows)
         buffer, inputs = self._take_buffer(bucket)
-        attention, sampling = inputs.attention, inputs.sampling
+        attention, sampling = inputs.attention[0], inputs.sampling  # the arrays that all share
 
         inputs.token_ids[:num_tokens] = token_ids
         ends = np.cumsum(counts)
@@ -372,7 +391,6 @@ class StepInputsBuilder:
         attention.query_start_loc[num_rows + 1 :] = num_tokens
         seq_lens = starts + counts
         attention.seq_lens[:num_rows] = seq_lens
-        attention.block_tables[:num_rows] = block_tables[rows]
         if num_tokens == num_rows:
             positions, token_rows = starts, rows
         else:
@@ -381,18 +399,24 @@ class StepInputsBuilder:
             token_rows = np.repeat(rows, counts)
         attention.positions[:num_tokens] = positions
         blocks, offsets = np.divmod(positions, self.block_size)
-        slots = block_tables[token_rows, blocks] * self.block_size + offsets
-        attention.slot_mapping[:num_tokens] = slots
-        plan = attention.plan
-        if plan is not None and plan.arrays is not None and plan.kernels.tiling is not None:
-            fill_plan(
-                plan.arrays,
-                plan.kernels.tiling,
-                query_start_loc=np.asarray(attention.query_start_loc)[: num_rows + 1],
-                seq_lens=seq_lens,
-                block_tables=np.asarray(attention.block_tables)[:num_rows],
-                window=self._layout.window,
-            )
+        for group, tables in zip(inputs.attention, block_tables, strict=True):
+            # "clip" keeps NumPy from buffering the result; every row is there.
+            taken = np.asarray(group.block_tables)[:num_rows]
+            np.take(tables, rows, axis=0, out=taken, mode="clip")
+            slots = tables[token_rows, blocks] * self.block_size + offsets
+            group.slot_mapping[:num_tokens] = slots
+        for window in self._layout.plan_windows:
+            first = inputs.attention[self._layout.windows.index(window)]
+            plan = first.plan
+            if plan is not None and plan.arrays is not None and plan.kernels.tiling is not None:
+                fill_plan(
+                    plan.arrays,
+                    plan.kernels.tiling,
+                    query_start_loc=np.asarray(first.query_start_loc)[: num_rows + 1],
+                    seq_lens=seq_lens,
+                    block_tables=np.asarray(first.block_tables)[:num_rows],
+                    window=window,
+                )
         inputs.logits_indices[:num_rows] = ends - 1
         sampling.floats[:, :num_rows] = self._floats[:, rows]
         sampling.ints[:, :num_rows] = self._ints[:, rows]

@@ -8,7 +8,9 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 def test_h04_limit_that_the_pool_cannot_hold_is_refused_at_start(tiny_model):
     """H-04: 8 blocks of 16 tokens and a model limit of 256."""
-    with pytest.raises(ValueError, match="max_model_len is 256.*holds 128 tokens.*num_blocks"):
+    with pytest.raises(
+        ValueError, match="max_model_len is 256.*holds 128 tokens of a request.*num_blocks"
+    ):
         open_engine(tiny_model("gqa"), num_blocks=8, max_model_len=256)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jpaged.checkpoint import open_checkpoint
 from jpaged.config import EngineConfig
+from jpaged.core.kv_cache_manager import most_blocks
 from jpaged.engine import Engine
 from jpaged.request import FinishReason, Request
 from jpaged.sampling_params import SamplingParams
@@ -28,6 +29,20 @@ LIMITS: dict[str, Any] = {
 }
 # A pool that a few requests fill: they preempt each other.
 SMALL_POOL: dict[str, Any] = {"num_blocks": 14, "max_model_len": 200}
+
+
+def small_pool(directory: Path) -> dict[str, Any]:
+    """`SMALL_POOL` for a model of several KV groups: hardly more blocks than one request needs."""
+    max_model_len = SMALL_POOL["max_model_len"]
+    with open_checkpoint(directory) as checkpoint:
+        config = dataclasses.replace(checkpoint.model_config, max_model_len=max_model_len)
+    needed = most_blocks(
+        max_model_len,
+        [group.window for group in config.kv_groups],
+        block_size=16,
+        max_step_tokens=LIMITS["max_num_batched_tokens"],
+    )
+    return SMALL_POOL | {"num_blocks": needed + 1}
 
 
 class Job(NamedTuple):

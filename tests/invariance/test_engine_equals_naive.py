@@ -20,6 +20,7 @@ from tests.invariance.engines import (
     assert_naive,
     finish,
     shared_engine,
+    small_pool,
 )
 
 ANSWER_LENGTH = 20
@@ -184,14 +185,16 @@ def test_answers_do_not_change_when_neighbours_are_aborted(tiny_model):
     assert_naive(requests)
 
 
-@pytest.mark.parametrize("options", [{}, SMALL_POOL], ids=["roomy pool", "small pool"])
-def test_what_nobody_has_written_is_never_read(options, tiny_model):
+@pytest.mark.parametrize("variant", ["gqa", "gemma3", "mistral-window"])
+@pytest.mark.parametrize("is_small", [False, True], ids=["roomy pool", "small pool"])
+def test_what_nobody_has_written_is_never_read(is_small, variant, tiny_model):
     """Every slot is NaN at first, those of block 0 too; one of them in any sum would spread."""
-    engine = shared_engine(tiny_model("gqa"), **options)
+    options = small_pool(tiny_model(variant)) if is_small else {}
+    engine = shared_engine(tiny_model(variant), **options)
     runner = engine.runner
     runner.kv_cache = tuple(jnp.full_like(layer, jnp.nan) for layer in runner.kv_cache)
     try:
-        assert_naive(answer(engine, JOBS))
+        assert_naive(answer(engine, JOBS), variant, max_model_len=engine.max_model_len)
     finally:
         runner.allocate(engine.num_blocks)
 
@@ -211,10 +214,13 @@ def test_weights_that_reach_nan_slots_would_be_noticed(tiny_model):
         runner.allocate(engine.num_blocks)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_traffic_gives_naive_answers(seed, tiny_model):
+@pytest.mark.parametrize(
+    ("seed", "variant"),
+    [(0, "gqa"), (1, "gqa"), (2, "gqa"), (3, "gemma3"), (4, "mistral-window"), (5, "gemma2")],
+)
+def test_random_traffic_gives_naive_answers(seed, variant, tiny_model):
     """Arrivals, aborts and cache resets between steps of a pool that is too small for all."""
-    engine = shared_engine(tiny_model("gqa"), **SMALL_POOL)
+    engine = shared_engine(tiny_model(variant), **small_pool(tiny_model(variant)))
     random = np.random.default_rng(seed)
     stems = [random.integers(0, 256, 50).tolist() for _ in range(3)]
     requests = []
@@ -236,7 +242,7 @@ def test_random_traffic_gives_naive_answers(seed, tiny_model):
         engine.scheduler.check()
     assert engine.kv_cache_manager.pool.num_blocks_in_use == 0
     assert sum(request.num_preemptions for request in requests) > 0
-    assert_naive(requests)
+    assert_naive(requests, variant, max_model_len=engine.max_model_len)
 
 
 @pytest.mark.parametrize("arrangement", ["one call", "small pool", "without prefix cache"])

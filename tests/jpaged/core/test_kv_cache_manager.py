@@ -3,7 +3,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.core.kv_cache_manager import NEVER, KVCacheManager, common_length
+from jpaged.core.kv_cache_manager import (
+    NEVER,
+    KVCacheManager,
+    common_length,
+    longest_request,
+    most_blocks,
+)
 from jpaged.request import Request
 
 
@@ -45,14 +51,14 @@ def run_through(manager, request):
 
 
 def blocks_of(manager, request):
-    return [int(b) for b in manager.block_tables[request.row] if b]
+    return [int(b) for b in manager.block_tables[0, request.row] if b]
 
 
 def test_table_row_lists_the_blocks_and_is_padded_with_block_0():
     manager = make_manager()
     request = make_request("a", range(9))
     assert admit(manager, request)
-    table = manager.block_tables[request.row]
+    table = manager.block_tables[0, request.row]
     assert manager.block_tables.dtype == np.int32 and table.shape == (16,)
     assert np.count_nonzero(table[:3]) == 3 and not table[3:].any()
     assert manager.num_slots[request.row] == 12
@@ -410,8 +416,8 @@ def test_request_running_across_a_reset_never_publishes():
 @pytest.mark.parametrize(
     "break_manager",
     [
-        lambda manager: manager.block_tables.__setitem__((0, 0), 7),
-        lambda manager: manager.block_tables.__setitem__((3, 0), 1),
+        lambda manager: manager.block_tables.__setitem__((0, 0, 0), 7),
+        lambda manager: manager.block_tables.__setitem__((0, 3, 0), 1),
         lambda manager: manager.num_slots.__setitem__(0, 16),
         lambda manager: manager.commit_at.__setitem__(0, 4),
         lambda manager: manager._free_rows.append(0),
@@ -436,3 +442,129 @@ def test_common_length_equals_counting(left, right, limit):
     while counted < limit and left[counted] == right[counted]:
         counted += 1
     assert common_length(left, right, limit) == counted
+
+
+# Windows.
+
+
+def held(manager, request, group):
+    """Places of a request's table that hold blocks."""
+    return np.flatnonzero(manager.block_tables[group, request.row]).tolist()
+
+
+def test_blocks_behind_a_window_are_given_back_and_the_others_stay():
+    manager = make_manager(windows=(None, 6), max_step_tokens=4)
+    request = make_request("a", range(40))
+    assert admit(manager, request, 4)
+    for _ in range(10):
+        compute(manager, request, 4)
+        manager.check([request])
+    assert held(manager, request, 0) == [*range(10)]
+    # Token 36, of the last step, sees 31 and what follows; 32 to 39 are its own and its block's.
+    assert held(manager, request, 1) == [7, 8, 9]
+    assert manager.pool.num_blocks_in_use == 13
+    assert manager.num_allocated_slots == manager.num_used_slots == 13 * 4
+    manager.free(request)
+    assert manager.num_allocated_slots == manager.num_used_slots == 0
+    manager.check([])
+
+
+@pytest.mark.parametrize("max_step_tokens", [1, 4, 7])
+@pytest.mark.parametrize("window", [1, 2, 5, 8])
+def test_a_request_of_windows_alone_never_holds_more_than_was_said(window, max_step_tokens):
+    limit = 1000
+    most = most_blocks(limit, [window], block_size=4, max_step_tokens=max_step_tokens)
+    manager = make_manager(
+        num_blocks=most, max_model_len=limit, windows=(window,), max_step_tokens=max_step_tokens
+    )
+    request = make_request("a", range(limit))
+    assert admit(manager, request, max_step_tokens)
+    while request.num_computed_tokens < limit:
+        num_tokens = min(max_step_tokens, limit - request.num_computed_tokens)
+        compute(manager, request, num_tokens)
+        assert manager.pool.num_blocks_in_use <= most
+    manager.check([request])
+
+
+def test_longest_request_is_the_longest_that_fits():
+    for windows in ((None,), (None, 9), (9, 3), (None, None, 5)):
+        sizes = {"block_size": 4, "max_step_tokens": 6}
+        for num_blocks in range(1, 40):
+            longest = longest_request(num_blocks, windows, **sizes, limit=100)
+            assert longest == 0 or most_blocks(longest, windows, **sizes) <= num_blocks
+            assert longest == 100 or most_blocks(longest + 1, windows, **sizes) > num_blocks
+
+
+def test_prefix_is_found_where_its_windows_blocks_still_are():
+    """Those behind the window are evicted, and nobody misses them."""
+    manager = make_manager(num_blocks=14, windows=(None, 6), max_step_tokens=4)
+    first = make_request("a", range(32))
+    assert admit(manager, first, 4)
+    while first.num_computed_tokens < 32:
+        compute(manager, first, 4)
+    # Of what the window left behind, the pool has had to evict some.
+    assert manager.pool.num_free_blocks < 8
+    manager.free(first)
+    prefix = manager.find_cached_prefix(make_request("b", range(40)))
+    assert prefix.num_tokens == 32
+    second = make_request("c", range(40))
+    assert admit(manager, second, 4)
+    assert held(manager, second, 1) == [6, 7, 8] and held(manager, second, 0) == [*range(9)]
+    manager.check([second])
+
+
+def test_shorter_prefix_is_found_if_the_longer_ones_window_is_gone():
+    manager = make_manager(num_blocks=64, windows=(None, 6))
+    run_through(manager, make_request("a", range(32)))
+    contents = manager.find_cached_prefix(make_request("b", range(40))).contents
+    keep = [content.block_ids[0] for content in contents]
+    keep += [contents[place].block_ids[1] for place in (2, 3, 6)]
+    manager.pool.share(keep)
+    manager.pool.allocate(manager.pool.num_free_blocks)
+    # A prompt that goes on after block 7 would need block 7; after block 6, blocks 5 and 6; after
+    # block 3, blocks 2 and 3.
+    assert manager.find_cached_prefix(make_request("b", range(40))).num_tokens == 16
+
+
+def test_who_computes_again_what_a_window_lost_is_named():
+    manager = make_manager(num_blocks=64, windows=(None, 6))
+    run_through(manager, make_request("a", range(32)))
+    contents = manager.find_cached_prefix(make_request("b", range(40))).contents
+    manager.pool.share([content.block_ids[0] for content in contents])
+    lost = [content.block_ids[1] for content in contents]
+    free = manager.pool.allocate(manager.pool.num_free_blocks)
+    manager.pool.free(block_id for block_id in free if block_id not in lost)
+    first = make_request("b", range(40))
+    assert admit(manager, first) and first.num_computed_tokens == 0
+    second = make_request("c", range(40))
+    assert manager.find_cached_prefix(second).owner is first
+    compute(manager, first)
+    assert manager.find_cached_prefix(second).num_tokens == 36
+
+
+def test_fork_behind_the_parents_window_waits():
+    manager = make_manager(windows=(None, 6), max_step_tokens=4)
+    parent = make_request("a", range(40))
+    assert admit(manager, parent, 4)
+    while parent.num_computed_tokens < 40:
+        compute(manager, parent, 4)
+    assert not manager.fork(parent, make_request("b", [*range(20), 99]))
+    child = make_request("c", [*range(39), 99])
+    assert manager.fork(parent, child)
+    copies = manager.take_copies()
+    assert len(copies) == 2, "one of each group"
+    assert held(manager, child, 1) == [8, 9] and child.num_computed_tokens == 39
+    manager.check([parent, child])
+
+
+def test_chain_leads_on_behind_windows_of_all_layers():
+    """A model of windows only: contents are known whose blocks are long gone."""
+    manager = make_manager(num_blocks=5, windows=(6,), max_step_tokens=4)
+    first = make_request("a", range(60))
+    assert admit(manager, first, 4)
+    while first.num_computed_tokens < 60:
+        compute(manager, first, 4)
+        manager.check([first])
+    manager.free(first)
+    assert manager.find_cached_prefix(make_request("b", range(64))).num_tokens == 60
+    assert manager.find_cached_prefix(make_request("b", range(40))).num_tokens == 0

@@ -15,7 +15,7 @@ from jpaged.models.transformer import Transformer
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels.paged_attention import AttentionInputs
 from tests import tiny_models
-from tests.invariance.engines import SMALL_POOL, Job, answer, assert_naive, shared_engine
+from tests.invariance.engines import Job, answer, assert_naive, shared_engine, small_pool
 from tests.oracle import assert_same_answer
 
 BLOCK_SIZE = 16
@@ -31,24 +31,30 @@ def load(directory, max_model_len: int) -> Transformer:
 
 
 def all_logits(model: Transformer, token_ids: list[int]) -> np.ndarray:
-    """By the module alone, in one pass."""
+    """By the module alone, in one pass; each KV group has blocks of its own."""
     config, num_tokens = model.config, len(token_ids)
+    num_groups = len(config.kv_groups)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     positions = np.arange(num_tokens, dtype=np.int32)
-    shape = (num_blocks + 1, config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
+    shape = (num_groups * num_blocks + 1, config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
 
     @jax.jit
     def forward(token_ids, inputs):
-        cache = tuple(jnp.full(shape, jnp.nan, jnp.float32) for _ in range(config.num_layers))
-        hidden, _ = model(token_ids, inputs.positions, cache, inputs)
+        cache = tuple(
+            jnp.full(shape, jnp.nan, jnp.float32) for _ in range(config.num_cached_layers)
+        )
+        hidden, _ = model(token_ids, inputs[0].positions, cache, inputs)
         return model.logits(hidden)
 
-    inputs = AttentionInputs(
-        positions=positions,
-        slot_mapping=positions + BLOCK_SIZE,
-        query_start_loc=np.array([0, num_tokens], np.int32),
-        seq_lens=np.array([num_tokens], np.int32),
-        block_tables=np.arange(1, num_blocks + 1, dtype=np.int32)[None],
+    inputs = tuple(
+        AttentionInputs(
+            positions=positions,
+            slot_mapping=positions + (1 + group * num_blocks) * BLOCK_SIZE,
+            query_start_loc=np.array([0, num_tokens], np.int32),
+            seq_lens=np.array([num_tokens], np.int32),
+            block_tables=np.arange(num_blocks, dtype=np.int32)[None] + 1 + group * num_blocks,
+        )
+        for group in range(num_groups)
     )
     return np.asarray(forward(np.array(token_ids, np.int32), inputs))
 
@@ -65,22 +71,24 @@ def test_logits_are_those_of_transformers_at_every_position(variant, tiny_model,
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_answers_are_those_of_transformers_and_of_the_naive_oracle(variant, tiny_model, goldens):
     """In a pool that a few of them fill: chunked, preempted, and once more with cached prefixes."""
-    engine = shared_engine(tiny_model(variant), **SMALL_POOL)
+    options = small_pool(tiny_model(variant))
+    engine = shared_engine(tiny_model(variant), **options)
     answers = goldens(f"tiny-{variant}").get("answers", [])
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
     jobs = [Job(golden["prompt_token_ids"], params) for golden in answers]
     # Past every window, and beyond the lengths of training that there are.
     random = np.random.default_rng(7)
-    jobs += [Job(random.integers(0, 256, length).tolist(), params) for length in (30, 70, 90, 100)]
+    lengths = (8, 8, 8, 8, 30, 70, 90, 100)
+    jobs += [Job(random.integers(0, 256, length).tolist(), params) for length in lengths]
     before = engine.scheduler.num_preemptions
     requests = answer(engine, jobs)
     assert engine.scheduler.num_preemptions > before
     for golden, request in zip(answers, requests, strict=False):
         assert_same_answer(golden, request.output_token_ids, request.token_logprobs)
-    assert_naive(requests, variant, max_model_len=SMALL_POOL["max_model_len"])
+    assert_naive(requests, variant, max_model_len=options["max_model_len"])
     again = answer(engine, jobs[-1:])
     assert again[0].num_cached_tokens > 0
-    assert_naive(again, variant, max_model_len=SMALL_POOL["max_model_len"])
+    assert_naive(again, variant, max_model_len=options["max_model_len"])
 
 
 @pytest.mark.parametrize("variant", [*tiny_models.VARIANTS, *VARIANTS])

@@ -39,7 +39,7 @@ def logits_after(engine: Engine, prompts: list[list[int]]) -> list[np.ndarray]:
             block_tables=jnp.arange(1, num_blocks + 1, dtype=jnp.int32)[None],
         )
         cache = tuple(jnp.full(shape, jnp.nan, dtype) for _ in range(config.num_layers))
-        hidden, _ = model(token_ids, inputs.positions, cache, inputs)
+        hidden, _ = model(token_ids, inputs.positions, cache, (inputs,))
         return model.logits(hidden[num_tokens - 1][None])[0]
 
     results = []

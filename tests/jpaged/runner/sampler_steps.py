@@ -76,7 +76,7 @@ class Steps:
         scheduled = [
             ScheduledRequest(request, request.num_tokens - 1, 1, samples) for request in requests
         ]
-        block_tables = np.zeros((len(self.state.counts), 1), np.int32)
+        block_tables = np.zeros((1, len(self.state.counts), 1), np.int32)
         bucket, buffer = self.builder.build(scheduled, block_tables)
         assert bucket == self.bucket
         self.state = SamplingState(*map(np.array, self.state))

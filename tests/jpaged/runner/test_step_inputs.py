@@ -87,7 +87,7 @@ class Step:
 
     def __init__(self, builder: StepInputsBuilder, max_num_seqs: int = 4):
         self.builder = builder
-        self.block_tables = np.zeros((max_num_seqs, MAX_BLOCKS), np.int32)
+        self.block_tables = np.zeros((1, max_num_seqs, MAX_BLOCKS), np.int32)
         self.scheduled: list[ScheduledRequest] = []
         self._new_block_ids = itertools.count(1)
 
@@ -101,7 +101,9 @@ class Step:
             row=row,
         )
         num_blocks = -(-(start + num_tokens) // BLOCK_SIZE)
-        self.block_tables[row, :num_blocks] = [next(self._new_block_ids) for _ in range(num_blocks)]
+        self.block_tables[0, row, :num_blocks] = [
+            next(self._new_block_ids) for _ in range(num_blocks)
+        ]
         samples = start + num_tokens == len(token_ids)
         self.scheduled.append(ScheduledRequest(request, start, num_tokens, samples))
         return request
@@ -127,7 +129,7 @@ def test_mixed_step_is_laid_out_row_by_row_and_padded(builder):
     step.add(3, list(range(300, 304)), 0, 4)  # a whole prompt
     bucket, _, inputs = step.build()
     assert bucket == (16, 4)
-    attention, padding = inputs.attention, [0] * 6
+    [attention], padding = inputs.attention, [0] * 6
     np.testing.assert_array_equal(
         inputs.token_ids, [108, *range(203, 208), *range(300, 304), *padding]
     )
@@ -157,10 +159,10 @@ def test_decode_step_is_one_token_per_row(builder):
     bucket, _, inputs = step.build()
     assert bucket == (4, 4) and bucket.is_decode
     np.testing.assert_array_equal(inputs.token_ids, [104, 200, 303, 0])
-    np.testing.assert_array_equal(inputs.attention.positions, [4, 0, 3, 0])
-    np.testing.assert_array_equal(inputs.attention.slot_mapping, [8, 12, 19, 0])
-    np.testing.assert_array_equal(inputs.attention.query_start_loc, [0, 1, 2, 3, 3])
-    np.testing.assert_array_equal(inputs.attention.seq_lens, [5, 1, 4, 0])
+    np.testing.assert_array_equal(inputs.attention[0].positions, [4, 0, 3, 0])
+    np.testing.assert_array_equal(inputs.attention[0].slot_mapping, [8, 12, 19, 0])
+    np.testing.assert_array_equal(inputs.attention[0].query_start_loc, [0, 1, 2, 3, 3])
+    np.testing.assert_array_equal(inputs.attention[0].seq_lens, [5, 1, 4, 0])
     np.testing.assert_array_equal(inputs.logits_indices, [0, 1, 2, 0])
 
 
@@ -259,7 +261,7 @@ def test_state_of_a_row_is_written_when_it_is_claimed_and_when_its_biases_change
         request.token_ids.append(8)
         assert request.num_tokens == num_tokens
         step.scheduled[0] = ScheduledRequest(request, num_tokens - 1, 1, True)
-        step.block_tables[2, 1] = 20
+        step.block_tables[0, 2, 1] = 20
         step.build()
         assert [
             {i: b for i, b in enumerate(line.line) if b} for line in builder.state_lines
