@@ -30,6 +30,19 @@ def engine(tiny_model):
 
 
 def test_every_program_updates_cache_and_counts_in_place(engine):
+    assert_in_place(engine)
+
+
+def test_layers_that_share_an_array_update_it_in_place(tiny_model):
+    """Of Gemma 3's three KV groups, every layer is the first: all write into one array in turn."""
+    with open_checkpoint(tiny_model("gemma3")) as checkpoint:
+        engine = Engine.from_checkpoint(checkpoint, EngineConfig(num_blocks=NUM_BLOCKS, **LIMITS))
+    engine.runner.compile(engine.runner.buckets)
+    assert len(engine.runner.kv_cache) == 1 and len(engine.model_config.kv_groups) == 3
+    assert_in_place(engine)
+
+
+def assert_in_place(engine: Engine) -> None:
     """Both are aliased as a whole, and no temporary is as large as one layer of the pool."""
     layers = [layer.nbytes for layer in engine.runner.kv_cache]
     assert min(layers) > 4 << 20  # far more than any activation of the tiny model
