@@ -168,19 +168,20 @@ class BlockPool:
             self._index[key] = content
             if parent is not None:
                 parent.num_references += 1
+        ref_counts, contents, found_ids = self._ref_counts, self._contents, content.block_ids
         for group, block_id in enumerate(block_ids):
-            assert self._ref_counts[block_id] > 0 and self._contents[block_id] is None, block_id
-            found = content.block_ids[group]
+            assert ref_counts[block_id] > 0 and contents[block_id] is None, block_id
+            found = found_ids[group]
             if found:
-                if self._ref_counts[found]:
+                if ref_counts[found]:
                     continue
                 del self._cached[found]
-                self._contents[found] = None
+                contents[found] = None
                 self._free.append(found)
             else:
                 content.num_references += 1
-            content.block_ids[group] = block_id
-            self._contents[block_id] = content
+            found_ids[group] = block_id
+            contents[block_id] = content
         return content
 
     def hold(self, content: Content) -> None:

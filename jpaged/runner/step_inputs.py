@@ -399,12 +399,12 @@ class StepInputsBuilder:
             token_rows = np.repeat(rows, counts)
         attention.positions[:num_tokens] = positions
         blocks, offsets = np.divmod(positions, self.block_size)
-        for group, tables in zip(inputs.attention, block_tables, strict=True):
+        slots = block_tables[:, token_rows, blocks] * self.block_size + offsets
+        for index, group in enumerate(inputs.attention):
             # "clip" keeps NumPy from buffering the result; every row is there.
             taken = np.asarray(group.block_tables)[:num_rows]
-            np.take(tables, rows, axis=0, out=taken, mode="clip")
-            slots = tables[token_rows, blocks] * self.block_size + offsets
-            group.slot_mapping[:num_tokens] = slots
+            np.take(block_tables[index], rows, axis=0, out=taken, mode="clip")
+            group.slot_mapping[:num_tokens] = slots[index]
         for window in self._layout.plan_windows:
             first = inputs.attention[self._layout.windows.index(window)]
             plan = first.plan
