@@ -47,7 +47,7 @@ def main() -> None:
             "hidden_act": "silu",
             "max_position_embeddings": model.max_position_embeddings,
             "rms_norm_eps": model.rms_norm_eps,
-            "rope_theta": model.rope_theta,
+            "rope_theta": model.rope.theta,
             "tie_word_embeddings": model.tie_word_embeddings,
             "bos_token_id": model.bos_token_id,
             "eos_token_id": list(model.eos_token_ids),
