@@ -1,7 +1,7 @@
 """JAX's flags for every test, and the fixtures that all folders share.
 
 Tests run on four CPU devices, GPU or not; only `pytest -m gpu` runs on a GPU, and then nothing
-but the tests marked `gpu`.
+but the tests marked `gpu`. Likewise only `pytest -m gemma3` fetches Gemma 3.
 """
 
 import json
@@ -62,9 +62,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elif jax.default_backend() != "gpu":
         reason = "needs a CUDA device"
     if reason is not None:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=reason))
+        _skip(items, "gpu", reason)
+    if not config.getoption("markexpr").startswith("gemma3"):
+        _skip(items, "gemma3", "runs only under `-m gemma3`")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _wants_gpu(config: pytest.Config) -> bool:

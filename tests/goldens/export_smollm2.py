@@ -17,10 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from jpaged.checkpoint import open_checkpoint
 from jpaged.checkpoint.gguf_file import GGUFFile
-from jpaged.checkpoint.gguf_tokenizer import (
-    read_tokenizer_config,
-    read_tokenizer_json,
-)
+from jpaged.checkpoint.gguf_tokenizer import build_tokenizer, read_tokenizer_config
 from tests import tiny_models
 
 WEIGHTS_SHA256 = "d790a58ce2d4e41ff3b8a185768b102e08e998ca4f2b282bf1e007f6536c16e0"
@@ -50,7 +47,7 @@ def main() -> None:
             "hidden_act": "silu",
             "max_position_embeddings": model.max_position_embeddings,
             "rms_norm_eps": model.rms_norm_eps,
-            "rope_theta": model.rope_theta,
+            "rope_theta": model.rope.theta,
             "tie_word_embeddings": model.tie_word_embeddings,
             "bos_token_id": model.bos_token_id,
             "eos_token_id": list(model.eos_token_ids),
@@ -60,7 +57,7 @@ def main() -> None:
         tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
         tokenizer_config["chat_template"] = checkpoint.tokenizer().chat_template
         (directory / "config.json").write_text(json.dumps(config))
-        (directory / "tokenizer.json").write_text(read_tokenizer_json(metadata), encoding="utf-8")
+        build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
         (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
 
 

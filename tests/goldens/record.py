@@ -9,7 +9,8 @@ and margins are those of the second pass.
 The tests compare ids by the near-tie rule: an answer may leave the recorded one at a step whose
 margin (best logit minus second best) is below 1e-3, and is not compared after it.
 
-Usage: record.py SMOLLM2_DIRECTORY, a Hugging Face directory of the demo model.
+Usage: record.py SMOLLM2_DIRECTORY GEMMA3_FILE, a Hugging Face directory of the demo model and
+the GGUF file of Gemma 3, which transformers reads by itself.
 """
 
 import json
@@ -108,6 +109,10 @@ PROMPTS = (
     "def fibonacci(n):\n",
     "Water boils at a temperature of",
 )
+# Longer than the window of most of Gemma 3's layers, 512 tokens.
+LONG_PROMPT = "\n".join(
+    f"{a} times {b} is {a * b}." for a in range(2, 10) for b in range(2, 10)
+)  # fmt: skip
 ANSWER_LENGTH = 48
 CHAT_ANSWER_LENGTH = 32
 
@@ -269,6 +274,29 @@ def record_smollm2(directory: Path) -> dict[str, Any]:
     return {"answers": records}
 
 
+def record_gemma3(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Goldens of Gemma 3's tokenizer and of its answers."""
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    texts = []
+    for text in (*TEXTS, LONG_PROMPT):
+        ids = tokenizer(text)["input_ids"]
+        decoded = tokenizer.decode(ids, skip_special_tokens=True)
+        texts.append({"text": text, "token_ids": ids, "decoded": decoded})
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    records = []
+    for prompt in (*PROMPTS, LONG_PROMPT):
+        ids = tokenizer(prompt)["input_ids"]
+        answer = generate(model, ids, ANSWER_LENGTH, len(tokenizer))
+        record, _ = record_answer(model, ids, answer, len(tokenizer))
+        text = tokenizer.decode(record["token_ids"], skip_special_tokens=True)
+        records.append({"prompt": prompt, "text": text} | record)
+        print(json.dumps(text, ensure_ascii=False), flush=True)
+    return {"vocab_size": len(tokenizer), "texts": texts}, {"answers": records}
+
+
 def record_workload(directory: Path, name: str) -> dict[str, Any]:
     """Goldens of a benchmark's requests, whose answers the file has already.
 
@@ -325,7 +353,7 @@ def main() -> None:
     """Records every golden file."""
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)  # the same sums on every machine
-    smollm2 = Path(sys.argv[1])
+    smollm2, gemma3 = map(Path, sys.argv[1:])
     with tempfile.TemporaryDirectory() as temporary:
         for variant in tiny_models.VARIANTS:
             write(f"tiny-{variant}", record_tiny(variant, Path(temporary) / variant))
@@ -335,6 +363,8 @@ def main() -> None:
     write("smollm2-answers", record_smollm2(smollm2))
     for workload in ("smollm2-workload-A", "smollm2-workload-B"):
         write(workload, record_workload(smollm2, workload))
+    for name, content in zip(("gemma3-text", "gemma3-answers"), record_gemma3(gemma3), strict=True):
+        write(name, content)
 
 
 if __name__ == "__main__":

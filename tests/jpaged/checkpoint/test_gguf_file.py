@@ -1,143 +1,19 @@
-"""Tiny GGUF files written by the `gguf` package's own writer, as llama.cpp's converter does it."""
+"""One tiny GGUF file: what is read from it, and which damages and additions are refused."""
 
 import os
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 
 from jpaged.checkpoint import open_checkpoint
+from jpaged.checkpoint.gguf_file import dequantize
 from jpaged.checkpoint.tensor_file import Extent, TensorFile
 from tests import tiny_models
-
-Q = gguf.GGMLQuantizationType
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-TOP_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
+from tests.jpaged.checkpoint.tiny_gguf import Q, permute, write_gguf
 
 
-def gguf_name(name: str) -> str:
-    if name in TOP_NAMES:
-        return TOP_NAMES[name]
-    _, _, layer, rest = name.split(".", 3)
-    stem, suffix = rest.rsplit(".", 1)
-    return f"blk.{layer}.{LAYER_NAMES[stem]}.{suffix}"
-
-
-def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
-    """As convert_hf_to_gguf.py of llama.cpp does it (LlamaModel.permute)."""
-    shape = weights.shape
-    return (
-        weights.reshape(num_heads, 2, shape[0] // num_heads // 2, *shape[1:])
-        .swapaxes(1, 2)
-        .reshape(shape)
-    )
-
-
-def write_gguf(
-    path: Path,
-    variant: str = "padded-vocab",
-    *,
-    kind: Q = Q.F32,
-    extra: dict[str, Any] | None = None,
-    replaced: dict[str, Any] | None = None,
-    extra_tensors: dict[str, np.ndarray] | None = None,
-    architecture: str = "llama",
-    tokenizer_model: str = "gpt2",
-    pre: str = "gpt-2",
-    skip: str = "",
-) -> Path:
-    config = tiny_models.tiny_config(variant)
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    for key, value in (extra or {}).items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_string(key, value)
-    tokenizer = tiny_models._byte_level_tokenizer()
-    tokens = [*tokenizer["model"]["vocab"], *tiny_models.SPECIAL_TOKENS, "Ġh", "Ġhe"]
-    tokens += [f"[unused{index}]" for index in range(config["vocab_size"] - len(tokens))]
-    writer.add_tokenizer_model(tokenizer_model)
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens[: config["vocab_size"]])
-    special = range(tiny_models.NUM_BYTES, tiny_models.NUM_TOKENS_KNOWN)
-    types = [3 if token_id in special else 1 for token_id in range(config["vocab_size"])]
-    writer.add_token_types(types)
-    # Only the default variant has room for the merged tokens; the others' tokenizer is not built.
-    writer.add_token_merges(["Ġ h", "Ġh e"])
-    writer.add_bos_token_id(tiny_models.BOS_TOKEN_ID)
-    writer.add_eos_token_id(tiny_models.EOS_TOKEN_ID)
-    writer.add_chat_template(tiny_models.CHAT_TEMPLATE)
-    for key, value in (replaced or {}).items():
-        writer.kv_data[0].pop(key, None)
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for name, tensor in tiny_models.tiny_weights(variant).items():
-        if name == skip:
-            continue
-        if ".q_proj." in name:
-            tensor = permute(tensor, config["num_attention_heads"])
-        elif ".k_proj." in name:
-            tensor = permute(tensor, config["num_key_value_heads"])
-        own_kind = kind if tensor.ndim == 2 else Q.F32
-        data = gguf.quants.quantize(tensor, own_kind)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=own_kind)
-    for name, tensor in (extra_tensors or {}).items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-@pytest.mark.parametrize("variant", ["gqa", "mha-wide-heads", "biases", "tied"])
-def test_float32_file_holds_what_the_directory_holds(variant, tiny_model, tmp_path):
-    directory = open_checkpoint(tiny_model(variant))
-    file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", variant))
-    assert file.shapes == directory.shapes
-    assert file.num_bytes == directory.num_bytes
-    for name in file.shapes:
-        np.testing.assert_array_equal(file.read(name), directory.read(name), strict=True)
-    ours, theirs = file.model_config, directory.model_config
-    for field in (
-        "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers",
-        "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
-        "rope", "tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias",
-        "bos_token_id", "dtype",
-    ):  # fmt: skip
-        assert getattr(ours, field) == getattr(theirs, field), field
-    assert ours.eos_token_ids == (tiny_models.EOS_TOKEN_ID,)
-
-
-@pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1])
+@pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1])
 def test_other_formats_come_as_the_gguf_package_dequantises_them(kind, tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf", kind=kind)
     checkpoint = open_checkpoint(path)
@@ -151,6 +27,57 @@ def test_other_formats_come_as_the_gguf_package_dequantises_them(kind, tmp_path)
         np.testing.assert_array_equal(
             read if heads is None else permute(read, heads), expected.astype(np.float32)
         )
+
+
+def half(data: np.ndarray) -> float:
+    return float(data.view(np.float16)[0])
+
+
+def dequantize_by_definition(block: np.ndarray, kind: Q) -> list[float]:
+    """One block, number by number, after dequantize_row_* of llama.cpp's ggml-quants.c."""
+    values = []
+    match kind:
+        case Q.Q5_0:
+            scale, high = half(block[:2]), int(block[2:6].view(np.uint32)[0])
+            for index in range(32):
+                low = int(block[6 + index % 16]) >> (0 if index < 16 else 4) & 15
+                values.append(scale * ((low | (high >> index & 1) << 4) - 16))
+        case Q.Q4_K:
+            scale, minimum, packed = half(block[:2]), half(block[2:4]), block[4:16].astype(int)
+            for index in range(256):
+                part = index // 32
+                if part < 4:
+                    s, m = packed[part] & 63, packed[part + 4] & 63
+                else:
+                    s = packed[part + 4] & 15 | packed[part - 4] >> 6 << 4
+                    m = packed[part + 4] >> 4 | packed[part] >> 6 << 4
+                byte = int(block[16 + index // 64 * 32 + index % 32])
+                values.append(scale * s * (byte >> (4 * (part % 2)) & 15) - minimum * m)
+        case Q.Q6_K:
+            scales, scale = block[192:208].view(np.int8), half(block[208:210])
+            for index in range(256):
+                side, rest = divmod(index, 128)
+                quarter, place = divmod(rest, 32)
+                low = (
+                    int(block[64 * side + 32 * (quarter % 2) + place]) >> (4 * (quarter // 2)) & 15
+                )
+                high = int(block[128 + 32 * side + place]) >> (2 * quarter) & 3
+                values.append(scale * scales[index // 16] * ((low | high << 4) - 32))
+    return values
+
+
+@pytest.mark.parametrize("kind", [Q.Q5_0, Q.Q4_K, Q.Q6_K])
+def test_blocks_are_dequantised_as_they_are_defined(kind):
+    num_numbers, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (64 * 256 // num_numbers, num_bytes), np.uint8)
+    for start in {Q.Q5_0: (0,), Q.Q4_K: (0, 2), Q.Q6_K: (208,)}[kind]:
+        scales = random.normal(0, 0.1, len(blocks)).astype(np.float16)
+        blocks[:, start : start + 2] = scales[:, None].view(np.uint8)
+    expected = [dequantize_by_definition(block, kind) for block in blocks]
+    found = dequantize(blocks.reshape(-1), kind, (64, 256))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, np.reshape(expected, (64, 256)), rtol=1e-5, atol=1e-6)
 
 
 def test_metadata_are_read_as_the_gguf_package_reads_them(tmp_path):
@@ -173,6 +100,19 @@ def test_end_of_turn_ends_an_answer_too(tmp_path):
     checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", extra=extra))
     expected = (tiny_models.EOS_TOKEN_ID, tiny_models.IM_END_TOKEN_ID)
     assert checkpoint.model_config.eos_token_ids == expected
+
+
+def test_end_of_turn_that_only_the_template_names_ends_an_answer_too(tmp_path):
+    # llama.cpp's converter writes no such id for most models that chat.
+    both = (tiny_models.EOS_TOKEN_ID, tiny_models.IM_END_TOKEN_ID)
+    for template, expected in (
+        (tiny_models.CHAT_TEMPLATE, both),
+        ("x", both[:1]),
+        (None, both[:1]),
+    ):
+        replaced = {"tokenizer.chat_template": template}
+        with open_checkpoint(write_gguf(tmp_path / "tiny.gguf", replaced=replaced)) as checkpoint:
+            assert checkpoint.model_config.eos_token_ids == expected
 
 
 def test_tokenizer_and_template_are_rebuilt(tmp_path):
@@ -202,12 +142,22 @@ def test_bos_is_added_as_the_file_says_or_its_family_does(pre, add_bos, has_bos,
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architecture": "gemma3"}, "general.architecture is 'gemma3'"),
+        ({"architecture": "phi3"}, "general.architecture is 'phi3'"),
         ({"extra": {"llama.expert_count": 8}}, "llama.expert_count is 8"),
-        ({"extra": {"llama.rope.scaling.type": "linear"}}, "llama.rope.scaling.type"),
+        ({"extra": {"llama.attention.causal": False}}, "llama.attention.causal is False"),
+        ({"extra": {"llama.attention.sliding_window": 9}}, "llama.attention.sliding_window is 9"),
+        ({"extra": {"llama.rope.scaling.type": "longrope"}}, "rope.scaling.type is 'longrope'"),
+        ({"extra": {"llama.rope.scaling.attn_factor": 2.0}}, "rope.scaling.attn_factor is 2.0"),
+        ({"extra": {"llama.rope.scaling.yarn_log_multiplier": 0.1}}, "yarn_log_multiplier is 0.1"),
         ({"extra": {"llama.logit_scale": 0.5}}, "llama.logit_scale is 0.5"),
         ({"extra": {"llama.attention.value_length": 8}}, "llama.attention.value_length is 8"),
-        ({"extra_tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "rope_freqs.weight"),
+        ({"extra_tensors": {"rope_freqs.weight": np.ones(7, np.float32)}}, "must hold 8 numbers"),
+        ({"extra_tensors": {"rope_freqs.weight": np.zeros(8, np.float32)}}, "must hold 8 numbers"),
+        ({"extra_tensors": {"rope_freqs.weight": np.ones(8, np.float16)}}, "has format F16"),
+        ({"extra_tensors": {"rope_freqs.weight": np.ones(8, np.float32)},
+          "extra": {"llama.rope.scaling.factor": 2.0}}, "without other rope scaling"),
+        ({"extra_tensors": {"model.norm.weight": np.ones(64, np.float32)}},
+         "'model.norm.weight' is there twice"),
         ({"extra_tensors": {"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}},
          "blk.0.attn_q_norm.weight"),
         ({"extra": {"split.count": 2}}, "split.count is 2"),
@@ -223,8 +173,12 @@ def test_what_is_not_supported_is_refused_by_name(changes, named, tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"pre": "qwen2"}, "tokenizer.ggml.pre is 'qwen2'"),
-     ({"tokenizer_model": "llama"}, "tokenizer.ggml.model is 'llama'")],
+    [({"pre": "default"}, "tokenizer.ggml.pre is 'default'"),
+     ({"tokenizer_model": "bert"}, "tokenizer.ggml.model is 'bert'"),
+     ({"tokenizer_model": "llama"}, "tokenizer.ggml.scores is None"),
+     ({"extra": {"tokenizer.ggml.odd": 1}}, "tokenizer.ggml.odd is 1"),
+     ({"extra": {"tokenizer.ggml.remove_extra_whitespaces": True}},
+      "remove_extra_whitespaces is True")],
 )  # fmt: skip
 def test_unknown_tokenizer_is_refused_by_name(changes, named, tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf", **changes)
@@ -296,8 +250,6 @@ UINT32, STRING, ARRAY = 4, 8, 9
         ([], [record(offset=2**64 - 32)], "tensor 'a' begins at byte"),
         ([], [record(), record("b")], "tensor 'b' begins at byte"),
         ([], [record(), record(offset=32)], "tensor 'a' is there twice"),
-        ([], [record("output_norm.weight"), record("model.norm.weight", offset=32)],
-         "'model.norm.weight' is there twice"),
     ],
 )  # fmt: skip
 def test_header_that_makes_no_sense_is_refused(pairs, records, problem, tmp_path):

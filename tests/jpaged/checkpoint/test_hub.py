@@ -11,33 +11,47 @@ from jpaged.checkpoint import hub
 
 GGUF = b"GGUF" + bytes(range(256)) * 64
 MODEL = hub.PackagedModel(
-    requirement="llm-tiny==1.0",
-    member="llm_tiny/tiny.gguf",
-    licence_member="llm_tiny-1.0.dist-info/LICENSE",
+    requirements=("llm-tiny==1.0", "llm-tiny-rest==1.0"),
+    file_name="tiny.gguf",
+    parts=("llm_tiny/tiny.gguf.part0", "llm_tiny_rest/tiny.gguf.part1"),
+    licence_members=("llm_tiny-1.0.dist-info/LICENSE",),
     sha256=hashlib.sha256(GGUF).hexdigest(),
     wheel_bytes=20_000,
+    terms="Tiny comes under the Tiny Terms of Use",
 )
 
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """A stand-in for pip: copies a wheel, and counts how often."""
-    wheel, calls = tmp_path / "llm_tiny-1.0-py3-none-any.whl", tmp_path / "calls"
+    """A stand-in for pip or, unpacking, for uv: brings two wheels, and counts how often."""
+    folder, calls = tmp_path / "wheels", tmp_path / "calls"
+    folder.mkdir()
+    wheel, rest = (folder / f"llm_{name}-1.0-py3-none-any.whl" for name in ("tiny", "tiny_rest"))
 
-    def publish(content: bytes = GGUF) -> None:
+    def publish(content: bytes = GGUF, unpacks: bool = False) -> None:
         with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr(MODEL.member, content)
-            archive.writestr(MODEL.licence_member, "Apache")
+            archive.writestr(MODEL.parts[0], content[:1000])
+            archive.writestr(MODEL.licence_members[0], "Apache")
+        with zipfile.ZipFile(rest, "w") as archive:
+            archive.writestr(MODEL.parts[1], content[1000:])
+        publish.unpacks = unpacks
 
-    def download_command(requirement: str, folder: Path) -> list[str]:
+    def download_command(requirements: tuple[str, ...], to: Path) -> list[str]:
+        assert requirements == MODEL.requirements
+        bring = (
+            "shutil.unpack_archive(w, {to!r}, 'zip')"
+            if publish.unpacks
+            else "shutil.copy(w, {to!r})"
+        )
         script = (
-            f"import shutil; open({str(calls)!r}, 'a').write('x'); "
-            f"shutil.copy({str(wheel)!r}, {str(folder)!r})"
+            f"import shutil; open({str(calls)!r}, 'a').write('x')\n"
+            f"for w in {[str(wheel), str(rest)]!r}: {bring.format(to=str(to))}"
         )
         return [sys.executable, "-c", script]
 
     monkeypatch.setattr(hub, "_download_command", download_command)
     publish()
+    publish.wheel = wheel
     publish.num_calls = lambda: len(calls.read_text()) if calls.exists() else 0
     return publish
 
@@ -55,6 +69,20 @@ def test_model_is_fetched_once_and_the_licence_is_kept_beside_it(index, tmp_path
     assert sorted(entry.name for entry in path.parent.iterdir()) == [
         ".lock", "LICENSE", "tiny.gguf", "tiny.gguf.stamp",
     ]  # fmt: skip
+
+
+def test_what_uv_unpacks_is_the_same(index, tmp_path):
+    index(unpacks=True)
+    path = fetch(tmp_path / "cache")
+    assert path.read_bytes() == GGUF
+    assert path.with_name("LICENSE").read_text() == "Apache"
+    assert not list(path.parent.glob(".fetch-*"))
+
+
+def test_terms_are_shown_when_a_model_is_fetched_and_not_later(index, tmp_path, caplog):
+    for _ in range(2):
+        fetch(tmp_path / "cache")
+    assert caplog.messages == ["tiny: Tiny comes under the Tiny Terms of Use"]
 
 
 def test_cached_model_is_not_hashed_again(index, tmp_path, monkeypatch):
@@ -92,15 +120,16 @@ def test_damaged_stamp_is_as_good_as_none(index, tmp_path):
     assert index.num_calls() == 1
 
 
-@pytest.mark.parametrize("is_zip", [False, True])
-def test_what_is_not_the_wheel_is_refused_with_its_name(is_zip, index, tmp_path):
-    wheel = tmp_path / "llm_tiny-1.0-py3-none-any.whl"
-    wheel.write_bytes(b"no zip")
+@pytest.mark.parametrize(
+    ("is_zip", "problem"), [(False, "not a zip file"), (True, "tiny.gguf.part0 is in none")]
+)
+def test_what_is_not_the_wheel_is_refused_with_its_name(is_zip, problem, index, tmp_path):
+    index.wheel.write_bytes(b"no zip")
     if is_zip:
-        with zipfile.ZipFile(wheel, "w") as archive:
+        with zipfile.ZipFile(index.wheel, "w") as archive:
             archive.writestr("other", b"")
     with pytest.raises(
-        ValueError, match=f"{wheel.name} .* is not the wheel of {MODEL.requirement}"
+        ValueError, match=rf"is not llm-tiny==1\.0, llm-tiny-rest==1\.0: .*{problem}"
     ):
         fetch(tmp_path / "cache")
 
@@ -122,7 +151,7 @@ def test_starts_at_the_same_time_fetch_once(index, tmp_path):
 def test_failed_download_says_what_was_tried_and_why(tmp_path, monkeypatch):
     script = "import sys; print('noise'); sys.exit('No matching distribution')"
     monkeypatch.setattr(hub, "_download_command", lambda *_: [sys.executable, "-c", script])
-    with pytest.raises(ValueError, match=r"llm-tiny==1\.0 failed: No matching distribution"):
+    with pytest.raises(ValueError, match=r"llm-tiny-rest==1\.0 failed: No matching distribution"):
         fetch(tmp_path / "cache")
 
 
@@ -145,16 +174,16 @@ def test_pip_of_the_environment_comes_first_then_uv(
 ):
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda _: object() if has_pip else None)
     monkeypatch.setattr(hub.shutil, "which", on_path.get)
-    command = hub._download_command("a==1", tmp_path)
+    command = hub._download_command(("a==1", "b==2"), tmp_path)
     assert command[: len(expected)] == expected
-    assert "--no-deps" in command and command[-1] == "a==1"
+    assert "--no-deps" in command and command[-2:] == ["a==1", "b==2"]
 
 
 def test_without_pip_and_uv_the_remedy_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(hub.shutil, "which", lambda _: None)
     with pytest.raises(ValueError, match="ensurepip"):
-        hub._download_command("a==1", tmp_path)
+        hub._download_command(("a==1",), tmp_path)
 
 
 @pytest.mark.parametrize(
