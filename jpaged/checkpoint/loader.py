@@ -3,15 +3,18 @@
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from jpaged.checkpoint.checkpoint import Checkpoint
+from jpaged.checkpoint.finite import cast_finite, check_finite
+from jpaged.checkpoint.leaf_parts import read_leaf_part
 from jpaged.models.weights import LeafSource
 
 _AHEAD = 3
@@ -29,21 +32,26 @@ def load_model(
     checkpoint: Checkpoint,
     sources: Mapping[str, LeafSource],
     *,
+    mesh: Mesh | None = None,
     show_progress: bool = False,
 ) -> nnx.Module:
     """Fills an abstract module from a checkpoint.
 
     Two threads read and dequantise ahead of the device, at most `_AHEAD` leaves: the host holds
-    those besides what is already on the device.
+    those besides what is already on the device. With a mesh, what is read of each leaf is what the
+    devices of this process need, once.
 
     Args:
         model: Made by `nnx.eval_shape`; its leaves say which shape and dtype are wanted.
         checkpoint: Where the tensors come from.
         sources: How each leaf is put together.
+        mesh: Devices to share out the leaves among, by the `spec` that each carries; axes that the
+            mesh does not have share out nothing. `None`: all on the default device.
         show_progress: Draws a progress bar.
 
     Raises:
-        ValueError: If a leaf comes out in another shape than the model's.
+        ValueError: If a tensor holds NaN or infinity, or a number too large for the leaf's dtype,
+            or a leaf comes out in another shape than the model's.
     """
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten_with_path(state)
@@ -53,10 +61,17 @@ def load_model(
         disable=not show_progress,
     )  # fmt: skip
 
+    def checked(tensor: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        check_finite(checkpoint.name, tensor, array)
+        # To a wider dtype it is cast where it is put.
+        return cast_finite(checkpoint.name, tensor, array, dtype) if dtype != np.float32 else array
+
     def read(path, leaf, place: np.ndarray | None) -> np.ndarray:
         name = leaf_path(path)
         source = sources[name]
-        array = source.build(*(checkpoint.read(tensor) for tensor in source.tensors))
+        array = source.build(
+            *(checked(tensor, checkpoint.read(tensor), leaf.dtype) for tensor in source.tensors)
+        )
         if array.shape != leaf.shape:
             raise ValueError(
                 f"{' + '.join(source.tensors)} make {list(array.shape)}; "
@@ -67,6 +82,16 @@ def load_model(
         place[...] = array
         return place
 
+    if mesh is not None:
+        specs = [getattr(leaf, "spec", None) for _, leaf in nnx.to_flat_state(state)]
+        with bar:
+            shared = []
+            for (path, leaf), spec in zip(leaves, specs, strict=True):
+                sharding = NamedSharding(mesh, _within(mesh, spec or PartitionSpec()))
+                source = sources[leaf_path(path)]
+                shared.append(_load_shared(leaf, sharding, source, checkpoint, checked))
+                bar.update(shared[-1].nbytes)
+        return nnx.merge(graphdef, jax.tree.unflatten(treedef, shared))
     is_cpu = jax.default_backend() == "cpu"
     places = _places([leaf for _, leaf in leaves]) if is_cpu else itertools.repeat(None)
     todo = [(path, leaf, place) for (path, leaf), place in zip(leaves, places, strict=False)]
@@ -80,6 +105,36 @@ def load_model(
                 filled.append(jax.device_put(reading.popleft().result(), may_alias=is_cpu))
                 bar.update(filled[-1].nbytes)
     return nnx.merge(graphdef, jax.tree.unflatten(treedef, filled))
+
+
+def _within(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
+    """A spec without axes that the mesh does not have."""
+    return PartitionSpec(*(axis if axis in mesh.axis_names else None for axis in spec))
+
+
+def _load_shared(
+    leaf: jax.ShapeDtypeStruct,
+    sharding: NamedSharding,
+    source: LeafSource,
+    checkpoint: Checkpoint,
+    checked: Callable[[str, np.ndarray, np.dtype], np.ndarray],
+) -> jax.Array:
+    """Reads a leaf part by part; devices that hold the same part share what is read."""
+    parts: dict[tuple, np.ndarray] = {}
+
+    def read(name: str, index: Sequence[slice]) -> np.ndarray:
+        return checked(name, checkpoint.read_part(name, index), leaf.dtype)
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        bounds = tuple(
+            axis.indices(size)[:2] for axis, size in zip(index or (), leaf.shape, strict=True)
+        )
+        if bounds not in parts:
+            found = read_leaf_part(read, source, leaf.shape, bounds)
+            parts[bounds] = found.astype(leaf.dtype, copy=False)
+        return parts[bounds]
+
+    return jax.make_array_from_callback(leaf.shape, sharding, part)
 
 
 def _places(leaves: Sequence[jax.ShapeDtypeStruct]) -> Iterator[np.ndarray]:

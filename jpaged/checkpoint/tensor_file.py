@@ -43,20 +43,24 @@ class TensorFile:
         Raises:
             ValueError: The file is closed, or ends before the extent does.
         """
+        data = np.empty(extent.num_bytes, np.uint8)
+        self.read_into(extent.offset, data)
+        return data
+
+    def read_into(self, offset: int, data: np.ndarray) -> None:
+        """Fills contiguous bytes (dtype uint8) from here on; fails as `read` does."""
         if not self._close.alive:
             raise ValueError(f"{self.path} is closed; open the checkpoint again to read from it")
-        data = np.empty(extent.num_bytes, np.uint8)
         done = 0
-        while done < extent.num_bytes:
+        while done < data.size:
             # One call reads 2 GiB at most.
-            count = os.preadv(self._fd, [memoryview(data)[done:]], extent.offset + done)
+            count = os.preadv(self._fd, [memoryview(data)[done:]], offset + done)
             if not count:
                 raise ValueError(
                     f"{self.path} is truncated: it ends before byte "
-                    f"{extent.offset + extent.num_bytes}. Fetch it again"
+                    f"{offset + data.size}. Fetch it again"
                 )
             done += count
-        return data
 
     def close(self) -> None:
         """Closes the file; calling it again does nothing."""

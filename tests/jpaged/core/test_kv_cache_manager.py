@@ -45,14 +45,14 @@ def run_through(manager, request):
 
 
 def blocks_of(manager, request):
-    return [int(b) for b in manager.block_tables[request.row] if b]
+    return [int(b) for b in manager.block_tables[0, request.row] if b]
 
 
 def test_table_row_lists_the_blocks_and_is_padded_with_block_0():
     manager = make_manager()
     request = make_request("a", range(9))
     assert admit(manager, request)
-    table = manager.block_tables[request.row]
+    table = manager.block_tables[0, request.row]
     assert manager.block_tables.dtype == np.int32 and table.shape == (16,)
     assert np.count_nonzero(table[:3]) == 3 and not table[3:].any()
     assert manager.num_slots[request.row] == 12
@@ -410,8 +410,8 @@ def test_request_running_across_a_reset_never_publishes():
 @pytest.mark.parametrize(
     "break_manager",
     [
-        lambda manager: manager.block_tables.__setitem__((0, 0), 7),
-        lambda manager: manager.block_tables.__setitem__((3, 0), 1),
+        lambda manager: manager.block_tables.__setitem__((0, 0, 0), 7),
+        lambda manager: manager.block_tables.__setitem__((0, 3, 0), 1),
         lambda manager: manager.num_slots.__setitem__(0, 16),
         lambda manager: manager.commit_at.__setitem__(0, 4),
         lambda manager: manager._free_rows.append(0),

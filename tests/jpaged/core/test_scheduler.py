@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from jpaged.core.kv_cache_manager import KVCacheManager
+from jpaged.core.kv_cache_manager import NEVER, KVCacheManager, longest_request
 from jpaged.core.scheduler import MAX_DEFERRALS_PER_STEP, Scheduler, cut_to_bucket
 from jpaged.request import FinishReason, Request, Status, TokenLogprobs
 from jpaged.sampling_params import SamplingParams
@@ -41,7 +41,8 @@ def answer_alone(request, max_model_len):
 class FakeRunner:
     """A cache that remembers what was written into each slot, and refuses to read anything else.
 
-    A slot's content is (salt, all tokens up to it, age of the oldest weights that went into it).
+    A slot's content is (KV group, salt, all tokens up to it, age of the oldest weights that went
+    into it).
     """
 
     def __init__(self, scheduler, manager):
@@ -72,22 +73,25 @@ class FakeRunner:
         token_ids = []
         for request, start, num_tokens, samples in output.scheduled:
             assert request.status is Status.RUNNING and start == request.num_computed_tokens
-            table = self.manager.block_tables[request.row].tolist()
             oldest = self.age
-            for position in range(start + num_tokens):
-                block_id = table[position // block_size]
-                assert block_id > 0, "a token without a block"
-                slot = block_id * block_size + position % block_size
-                prefix = tuple(request.token_ids[: position + 1])
-                if position >= start:
+            tables = self.manager.block_tables[:, request.row].tolist()
+            for group, window in enumerate(self.manager.windows):
+                for position in range(max(0, start + 1 - (window or NEVER)), start):
+                    slot = slot_of(tables[group], position, block_size)
+                    found_group, salt, found, age = self.cache[slot]
+                    assert found_group == group, "K and V of other layers"
+                    prefix = tuple(request.token_ids[: position + 1])
+                    assert (salt, found) == (request.cache_salt, prefix), "K and V of another prefix"
+                    admitted_at_age = self.admitted_at_age[request.request_id]
+                    assert age >= admitted_at_age, "K and V of old weights"
+                    oldest = min(oldest, age)
+            for group, table in enumerate(tables):
+                for position in range(start, start + num_tokens):
+                    slot = slot_of(table, position, block_size)
                     assert slot not in written, "two tokens in one slot"
                     written.add(slot)
-                    self.cache[slot] = (request.cache_salt, prefix, oldest)
-                    continue
-                salt, found, age = self.cache[slot]
-                assert (salt, found) == (request.cache_salt, prefix), "K and V of another prefix"
-                assert age >= self.admitted_at_age[request.request_id], "K and V of old weights"
-                oldest = min(oldest, age)
+                    prefix = tuple(request.token_ids[: position + 1])
+                    self.cache[slot] = (group, request.cache_salt, prefix, oldest)
             assert samples == (start + num_tokens == request.num_tokens)
             token_ids.append(next_token(request.token_ids, request.seed))
         return token_ids
@@ -101,6 +105,12 @@ class FakeRunner:
         output = self.scheduler.schedule()
         token_ids = self.execute(output)
         return self.scheduler.update(output, token_ids, logprobs_of(output))
+
+
+def slot_of(table, position, block_size):
+    block_id = table[position // block_size]
+    assert block_id > 0, "a token without a block"
+    return block_id * block_size + position % block_size
 
 
 def logprobs_of(output):
@@ -117,6 +127,7 @@ def make(
     max_model_len=64,
     enable_prefix_caching=True,
     watermark=0.0,
+    windows=(None,),
     **kwargs,
 ):
     manager = KVCacheManager(
@@ -126,6 +137,8 @@ def make(
         max_model_len=max_model_len,
         enable_prefix_caching=enable_prefix_caching,
         watermark=watermark,
+        windows=windows,
+        max_step_tokens=max_num_batched_tokens,
     )
     scheduler = Scheduler(
         manager,
@@ -797,6 +810,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         watermark=st.sampled_from([0.0, 0.2]),
+        windows=st.sampled_from([(None,), (None, 3), (4,), (1, None), (5, 2, None, 5)]),
     )
     def start(
         self,
@@ -809,8 +823,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy,
         enable_prefix_caching,
         watermark,
+        windows,
     ):
-        self.max_model_len = min(num_blocks * block_size, 20)
+        num_blocks *= len(windows)
+        self.max_model_len = longest_request(
+            num_blocks,
+            windows,
+            block_size=block_size,
+            max_step_tokens=max_num_batched_tokens,
+            limit=20,
+        )
         self.budget = max_num_batched_tokens
         self.scheduler, self.manager, self.runner = make(
             num_blocks=num_blocks,
@@ -823,6 +845,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=policy,
             enable_prefix_caching=enable_prefix_caching,
             watermark=watermark,
+            windows=windows,
         )
         self.num_requests = 0
         self.answers = {}

@@ -1,0 +1,276 @@
+"""A directory whose weights are an Orbax checkpoint: `weights/` beside config.json and tokenizer.
+
+`weights/` is what Orbax's own `StandardCheckpointer` writes and restores: an OCDBT store of Zarr
+arrays under the tensors' Hugging Face names, flat or nested at the dots. As `jpaged convert`
+writes it, chunks are not compressed, so that a part of a tensor is a range of bytes in a file,
+read without the rest; what others have written is read through TensorStore where it differs.
+
+conversion.json, which `jpaged convert` writes beside it, says what it has written: weights of
+another conversion are refused.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from jpaged.checkpoint.model_directory import ModelDirectory, read_json
+from jpaged.checkpoint.ocdbt import MANIFEST, Place, data_files, read_tree
+from jpaged.checkpoint.stored_tensor import FLOAT_DTYPES, Index, StoredTensor, resolve_index
+from jpaged.checkpoint.tensor_file import Extent, TensorFile
+
+WEIGHTS = "weights"
+METADATA = "_METADATA"
+RECORD = "conversion.json"
+RECORD_VERSION = 1
+IDENTITY_FILES = (MANIFEST, METADATA)
+ZARR_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "bfloat16"}
+
+_ARRAY = "/.zarray"
+_ARRAY_ZARR3 = "/zarr.json"
+
+
+class OrbaxDirectory(ModelDirectory):
+    """A checkpoint whose weights are in Orbax's format; see `ModelDirectory`.
+
+    Attributes:
+        digests: SHA-256 of each tensor's bytes, by its name, as it was written; empty where there
+            is no conversion.json.
+    """
+
+    def __init__(self, directory: Path, name: str | None = None):
+        self.digests: Mapping[str, str] = {}
+        self._is_closed = False
+        super().__init__(directory, name)
+
+    def close(self) -> None:
+        """See `Checkpoint.close`."""
+        self._is_closed = True
+
+    def _open_tensors(self) -> dict[str, StoredTensor]:
+        """See `ModelDirectory`."""
+        weights = self.directory / WEIGHTS
+        if not (weights / METADATA).is_file():
+            raise ValueError(
+                f"{weights} is not a whole Orbax checkpoint: {METADATA} is missing. Convert or "
+                "fetch it again"
+            )
+        tensors = open_arrays(weights, self._check_open)
+        record_path = self.directory / RECORD
+        if record_path.exists():
+            self._check_record(read_json(record_path), tensors)
+        return tensors
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError(f"{self.directory} is closed; open it again to read from it")
+
+    def _check_record(self, record: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
+        path = self.directory / RECORD
+        if record.get("version") != RECORD_VERSION:
+            raise ValueError(
+                f"{path}: version is {record.get('version')!r}; this jpaged reads {RECORD_VERSION}"
+            )
+        for name in IDENTITY_FILES:
+            if record.get("sha256", {}).get(name) != file_sha256(self.directory / WEIGHTS / name):
+                raise ValueError(
+                    f"{self.directory / WEIGHTS} is not what {path} says was written: files of "
+                    "different conversions are mixed, or some are damaged. Convert again"
+                )
+        self.digests = {name: entry["sha256"] for name, entry in record["tensors"].items()}
+        written = {
+            name: (tuple(entry["shape"]), entry["dtype"])
+            for name, entry in record["tensors"].items()
+        }
+        found = {name: (tensor.shape, str(tensor.dtype)) for name, tensor in tensors.items()}
+        if found != written:
+            raise ValueError(f"{self.directory / WEIGHTS} holds other tensors than {path} names")
+
+
+def file_sha256(path: Path) -> str:
+    """Names the content of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_arrays(weights: Path, check_open=lambda: None) -> dict[str, StoredTensor]:
+    """Finds the arrays of an Orbax checkpoint, and checks that their files are all there.
+
+    Args:
+        weights: The directory with the OCDBT store.
+        check_open: Called before each read; raises if it may not be.
+
+    Raises:
+        ValueError: Naming what is damaged.
+    """
+    values = read_tree(weights)
+    for path, num_bytes in data_files(values).items():
+        if not path.is_file():
+            raise ValueError(
+                f"{path} is missing; {weights / MANIFEST} names it. Convert or fetch it again"
+            )
+        if path.stat().st_size < num_bytes:
+            raise ValueError(
+                f"{path} is truncated: it has {path.stat().st_size} bytes and should have "
+                f"{num_bytes}. Convert or fetch it again"
+            )
+    chunks: dict[str, dict[str, Place | bytes]] = {}
+    for key, value in values.items():
+        name, _, part = key.partition("/")
+        chunks.setdefault(name, {})[part] = value
+    tensors: dict[str, StoredTensor] = {}
+    for name, parts in chunks.items():
+        if ".zarray" in parts:
+            tensors[name] = _open_zarr(weights, name, parts, check_open)
+        elif "zarr.json" in parts:
+            tensors[name] = _ForeignArray(weights, name, "zarr3", check_open)
+        else:
+            raise ValueError(f"{weights}: {name!r} is not an array. Convert or fetch it again")
+    return tensors
+
+
+def _open_zarr(
+    weights: Path, name: str, parts: Mapping[str, Place | bytes], check_open
+) -> StoredTensor:
+    value = parts[".zarray"]
+    if isinstance(value, Place):
+        value = TensorFile(value.path).read(value.extent).tobytes()
+    try:
+        array = json.loads(value)
+        shape, chunk = tuple(array["shape"]), tuple(array["chunks"])
+        if not all(type(size) is int and size > 0 for size in (*shape, *chunk)):
+            raise ValueError(f"shape {shape} and chunks {chunk} make no sense")
+        stored_as = array["dtype"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{weights}: the description of {name!r} is damaged ({error}). Convert or fetch it "
+            "again"
+        ) from error
+    counts = [-(-size // step) for size, step in zip(shape, chunk, strict=True)]
+    numbers = list(itertools.product(*map(range, counts)))
+    keys = [".".join(map(str, number)) or "0" for number in numbers]
+    for key in keys:
+        if key not in parts:
+            raise ValueError(
+                f"{weights}: piece {key} of tensor {name!r} is missing. Convert or fetch it again"
+            )
+    kinds = {stored: FLOAT_DTYPES[kind] for kind, stored in ZARR_DTYPES.items()}
+    dtype = kinds.get(stored_as) if isinstance(stored_as, str) else None
+    is_plain = (
+        array.get("compressor") is None
+        and not array.get("filters")
+        and array.get("order") == "C"
+        and array.get("dimension_separator", ".") == "."
+    )
+    if dtype is None or not is_plain:
+        return _ForeignArray(weights, name, "zarr", check_open)
+    num_bytes = math.prod(chunk) * dtype.itemsize
+    pieces = [parts[key] for key in keys]
+    for key, piece in zip(keys, pieces, strict=True):
+        found = piece.extent.num_bytes if isinstance(piece, Place) else len(piece)
+        if found != num_bytes:
+            raise ValueError(
+                f"{weights}: piece {key} of tensor {name!r} has {found} bytes instead of "
+                f"{num_bytes}. Convert or fetch it again"
+            )
+    by_number = dict(zip(numbers, pieces, strict=True))
+    return _PlainArray(weights, shape, stored_as, dtype, chunk, by_number, check_open)
+
+
+class _PlainArray(StoredTensor):
+    """An array whose chunks are not compressed."""
+
+    def __init__(self, path, shape, stored_as, dtype, chunk, pieces, check_open):
+        super().__init__(path, shape, stored_as, dtype)
+        self._chunk: Sequence[int] = chunk
+        self._pieces: Mapping[tuple[int, ...], Place | bytes] = pieces
+        self._check_open = check_open
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        """See `StoredTensor.read`: of each chunk, the rows that are wanted are read."""
+        self._check_open()
+        bounds = resolve_index(index, self.shape)
+        out = np.empty([stop - start for start, stop in bounds], self.known_dtype)
+        overlaps = [
+            range(start // step, -(-stop // step)) if stop > start else range(0)
+            for (start, stop), step in zip(bounds, self._chunk, strict=True)
+        ]
+        for number in itertools.product(*overlaps):
+            self._read_chunk(number, bounds, out)
+        return out
+
+    def _read_chunk(
+        self, number: tuple[int, ...], bounds: Sequence[tuple[int, int]], out: np.ndarray
+    ) -> None:
+        """Fills the part of `out` that stands in one chunk."""
+        of_chunk: list[slice] = []
+        of_out: list[slice] = []
+        for place, step, (start, stop) in zip(number, self._chunk, bounds, strict=True):
+            origin = place * step
+            first, last = max(start, origin), min(stop, origin + step)
+            of_chunk.append(slice(first - origin, last - origin))
+            of_out.append(slice(first - start, last - start))
+        target = out[tuple(of_out)]
+        piece = self._pieces[number]
+        if isinstance(piece, bytes):
+            whole = np.frombuffer(piece, self.known_dtype).reshape(self._chunk)
+            target[...] = whole[tuple(of_chunk)]
+            return
+        rows, *columns = of_chunk
+        row_shape = self._chunk[1:]
+        row_bytes = math.prod(row_shape) * self.known_dtype.itemsize
+        num_rows = rows.stop - rows.start
+        offset = piece.extent.offset + rows.start * row_bytes
+        file = TensorFile(piece.path)
+        try:
+            if target.shape[1:] == tuple(row_shape) and target.flags.c_contiguous:
+                file.read_into(offset, target.reshape(-1).view(np.uint8))
+            else:
+                data = file.read(Extent(offset, num_rows * row_bytes)).view(self.known_dtype)
+                target[...] = data.reshape(num_rows, *row_shape)[:, *columns]
+        finally:
+            file.close()
+
+
+class _ForeignArray(StoredTensor):
+    """An array that is compressed or otherwise not plain: TensorStore reads it."""
+
+    def __init__(self, weights: Path, name: str, driver: str, check_open):
+        self._check_open = check_open
+        spec = {
+            "driver": driver,
+            "kvstore": {
+                "driver": "ocdbt", "base": f"file://{weights.resolve()}/", "path": f"{name}/"
+            },
+            # Else a chunk that is not there would be read as zeros.
+            "fill_missing_data_reads": False,
+        }  # fmt: skip
+        try:
+            self._array = tensorstore.open(spec, open=True, read=True).result()
+        except Exception as error:  # as in `read_tree`
+            reason = (str(error).splitlines() or [""])[0]
+            raise ValueError(
+                f"{weights}: tensor {name!r} cannot be read ({reason}). Convert or fetch it again"
+            ) from error
+        stored_as = self._array.dtype.name
+        super().__init__(weights, tuple(self._array.shape), stored_as, FLOAT_DTYPES.get(stored_as))
+        self._name = name
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        """See `StoredTensor.read`."""
+        self._check_open()
+        part = tuple(slice(*bound) for bound in resolve_index(index, self.shape))
+        try:
+            return np.ascontiguousarray(self._array[part].read().result())
+        except Exception as error:  # as in `read_tree`
+            reason = (str(error).splitlines() or [""])[0]
+            raise ValueError(
+                f"{self.path}: tensor {self._name!r} cannot be read ({reason}). Convert or fetch "
+                "it again"
+            ) from error

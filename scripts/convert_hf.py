@@ -1,0 +1,14 @@
+#!/usr/bin/env python3
+"""Converts a checkpoint: Hugging Face or GGUF to Orbax, Orbax to safetensors.
+
+The same as `jpaged convert`, whose --help says more.
+
+Usage: convert_hf.py SOURCE TARGET [--to orbax|safetensors] [--dtype DTYPE] [--revision REVISION]
+"""
+
+import sys
+
+from jpaged.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["convert", *sys.argv[1:]]))
