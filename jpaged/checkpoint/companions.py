@@ -1,6 +1,7 @@
 """The files of a checkpoint that are not weights: what makes it complete, and travels with it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ _COPIED = (
     "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt",
     "tekken.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
-_LEGAL = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY", "TERMS", "README")
-_TEXT_SUFFIXES = ("", ".md", ".txt")
+_LEGAL = re.compile(
+    r"(.*[-_. ])?(licen[sc]e|notice|copying|policy|terms|readme)([-_. ].*)?", re.IGNORECASE
+)
+_TEXT_SUFFIXES = ("", ".md", ".txt", ".html")
 
 
 def read_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -48,9 +51,7 @@ def _read_legal(directory: Path) -> dict[str, bytes]:
     return {
         path.name: path.read_bytes()
         for path in sorted(directory.iterdir())
-        if path.name.upper().startswith(_LEGAL)
-        and path.suffix.lower() in _TEXT_SUFFIXES
-        and path.is_file()
+        if _LEGAL.fullmatch(path.name) and path.suffix.lower() in _TEXT_SUFFIXES and path.is_file()
     }
 
 

@@ -247,6 +247,6 @@ class _Progress:
         tenth = 10 * self._done // self._total
         if self._has_lines and tenth > 10 * before // self._total:
             print(
-                f"converting: {10 * tenth} %, {self._done >> 20} of {self._total >> 20} MiB",
+                f"converting: {self._done / 1e6:.1f} of {self._total / 1e6:.1f} MB",
                 file=sys.stderr, flush=True,
             )  # fmt: skip

@@ -293,7 +293,7 @@ def test_tokenizer_config_with_a_value_of_the_wrong_type_is_refused(change, shar
         open_checkpoint(sharded).tokenizer()
 
 
-@pytest.mark.parametrize("num_layers", [10**9, 2**31 - 1])
+@pytest.mark.parametrize("num_layers", [100, 10_000])
 def test_more_layers_than_tensors_are_refused_at_once(num_layers, tensors, tmp_path):
     directory = write_model(tmp_path, tensors, num_hidden_layers=num_layers)
     with pytest.raises(ValueError, match=f"asks for {num_layers} layers"):

@@ -81,7 +81,9 @@ class FakeRunner:
                     found_group, salt, found, age = self.cache[slot]
                     assert found_group == group, "K and V of other layers"
                     prefix = tuple(request.token_ids[: position + 1])
-                    assert (salt, found) == (request.cache_salt, prefix), "K and V of another prefix"
+                    assert (salt, found) == (request.cache_salt, prefix), (
+                        "K and V of another prefix"
+                    )
                     admitted_at_age = self.admitted_at_age[request.request_id]
                     assert age >= admitted_at_age, "K and V of old weights"
                     oldest = min(oldest, age)
