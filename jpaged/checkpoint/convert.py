@@ -129,6 +129,9 @@ def _convert(
             raise ValueError(f"{checkpoint.name} has changed while it was converted")
         _check_result(staging.checkpoint, checkpoint)
         staging.publish()
+    except ValueError:
+        staging.discard()
+        raise
     finally:
         staging.close()
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())

@@ -126,11 +126,18 @@ class Staging:
         for path in [*self.checkpoint.rglob("*"), self.checkpoint]:
             _sync(path)
         if os.path.lexists(self._target):
-            raise ValueError(f"{self._target} has appeared meanwhile; remove it and run this again")
+            raise FileExistsError(
+                f"{self._target} has appeared meanwhile; remove it and run this again"
+            )
         os.rename(self.checkpoint, self._target)
         _sync(self._target.parent)
         self.close()
         shutil.rmtree(self._root, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Removes all that was done: going on with it would end as it did."""
+        self.close()
+        shutil.rmtree(self._root)
 
     def close(self) -> None:
         """Lets go of it; what was done stays. May be called twice."""
