@@ -38,6 +38,7 @@ FORMATS: Mapping[str, type[WeightWriter]] = {"orbax": OrbaxWriter, "safetensors"
 KEEP = "keep"
 
 _NOTED_BYTES = 128 << 20
+_MAX_COLUMN_PARTS = 16
 
 
 class Converted(NamedTuple):
@@ -141,11 +142,14 @@ def _convert(
 def _plan_tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, TensorPlan]:
     names = find_family(checkpoint.model_config.architecture).names
     by_columns = tuple(f".{name}.weight" for name in (names.o, names.down))
+    # Heads are shared out whole, so that no more devices than there are KV heads share a layer.
+    num_heads = checkpoint.model_config.num_kv_heads
+    parts = max(count for count in range(1, _MAX_COLUMN_PARTS + 1) if num_heads % count == 0)
     return {
         name: TensorPlan(
             shape,
             checkpoint.stored_dtype(name) if dtype == KEEP else dtype,
-            name.endswith(by_columns),
+            parts if name.endswith(by_columns) else 1,
         )
         for name, shape in checkpoint.shapes.items()
     }

@@ -7,8 +7,9 @@ position like those of any other file, several times as fast as through TensorSt
 interface, which copies each value twice more (decision 021).
 """
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ def read_tree(directory: Path) -> dict[str, Place | bytes]:
     if not (directory / MANIFEST).is_file():
         raise ValueError(f"{directory} holds no {MANIFEST}: it is not a whole Orbax checkpoint")
     values: dict[str, Place | bytes] = {}
+    # A few files hold thousands of values.
+    find_path = functools.cache(lambda relative: _find_path(directory, relative))
     try:
         store = tensorstore.KvStore.open(f"file://{directory.resolve()}/").result()
         for key, entry in _walk(store):
@@ -45,7 +48,7 @@ def read_tree(directory: Path) -> dict[str, Place | bytes]:
             if "inline_value" in entry:
                 values[name] = entry["inline_value"]
             else:
-                values[name] = _parse_location(directory, entry["indirect_value"])
+                values[name] = _parse_location(entry["indirect_value"], find_path)
     # TensorStore raises what it makes of absl's status codes.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
@@ -58,12 +61,12 @@ def read_tree(directory: Path) -> dict[str, Place | bytes]:
 
 def data_files(values: dict[str, Place | bytes]) -> dict[Path, int]:
     """The data files of a store, and how many bytes each must have at least."""
-    ends: dict[Path, int] = {}
+    ends: dict[str, int] = {}
     for value in values.values():
         if isinstance(value, Place):
-            end = value.extent.offset + value.extent.num_bytes
-            ends[value.path] = max(end, ends.get(value.path, 0))
-    return ends
+            path, end = str(value.path), value.extent.offset + value.extent.num_bytes
+            ends[path] = max(end, ends.get(path, 0))
+    return {Path(path): end for path, end in ends.items()}
 
 
 def _walk(store: tensorstore.KvStore) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -83,9 +86,15 @@ def _walk(store: tensorstore.KvStore) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 yield prefix + entry["key"], entry
 
 
-def _parse_location(directory: Path, location: str) -> Place:
+def _parse_location(location: str, find_path: Callable[[str], Path]) -> Place:
     match = _LOCATION.fullmatch(location)
-    relative = PurePosixPath(match[1] + match[2]) if match else PurePosixPath()
-    if match is None or relative.is_absolute() or ".." in relative.parts:
-        raise ValueError(f"{location!r} does not say where in this directory a value stands")
-    return Place(directory / relative, Extent(int(match[3]), int(match[4])))
+    if match is None:
+        raise ValueError(f"{location!r} does not say where a value stands")
+    return Place(find_path(match[1] + match[2]), Extent(int(match[3]), int(match[4])))
+
+
+def _find_path(directory: Path, relative: str) -> Path:
+    path = PurePosixPath(relative)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{relative!r} is not in this directory")
+    return directory / path

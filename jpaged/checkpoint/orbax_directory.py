@@ -9,6 +9,7 @@ conversion.json, which `jpaged convert` writes beside it, says what it has writt
 another conversion are refused.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -23,7 +24,7 @@ import tensorstore
 from jpaged.checkpoint.model_directory import ModelDirectory, read_json
 from jpaged.checkpoint.ocdbt import MANIFEST, Place, data_files, read_tree
 from jpaged.checkpoint.stored_tensor import FLOAT_DTYPES, Index, StoredTensor, resolve_index
-from jpaged.checkpoint.tensor_file import Extent, TensorFile
+from jpaged.checkpoint.tensor_file import TensorFile
 
 WEIGHTS = "weights"
 METADATA = "_METADATA"
@@ -32,8 +33,31 @@ RECORD_VERSION = 1
 IDENTITY_FILES = (MANIFEST, METADATA)
 ZARR_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "bfloat16"}
 
-_ARRAY = "/.zarray"
-_ARRAY_ZARR3 = "/zarr.json"
+_MAX_OPEN_FILES = 64
+
+
+class _Files:
+    """The data files of a checkpoint, a few of them open."""
+
+    def __init__(self):
+        # Whoever reads from a file that is dropped here still has it.
+        self._open = functools.lru_cache(maxsize=_MAX_OPEN_FILES)(TensorFile)
+        self._is_closed = False
+
+    def open(self, path: Path) -> TensorFile:
+        """An open file; `ValueError` after `close`."""
+        self.check_open(path)
+        return self._open(path)
+
+    def check_open(self, path: Path) -> None:
+        """`ValueError` after `close`."""
+        if self._is_closed:
+            raise ValueError(f"{path} is closed; open the checkpoint again to read from it")
+
+    def close(self) -> None:
+        """Closes all; may be called twice."""
+        self._is_closed = True
+        self._open.cache_clear()
 
 
 class OrbaxDirectory(ModelDirectory):
@@ -46,12 +70,12 @@ class OrbaxDirectory(ModelDirectory):
 
     def __init__(self, directory: Path, name: str | None = None):
         self.digests: Mapping[str, str] = {}
-        self._is_closed = False
+        self._files = _Files()
         super().__init__(directory, name)
 
     def close(self) -> None:
         """See `Checkpoint.close`."""
-        self._is_closed = True
+        self._files.close()
 
     def _open_tensors(self) -> dict[str, StoredTensor]:
         """See `ModelDirectory`."""
@@ -61,15 +85,11 @@ class OrbaxDirectory(ModelDirectory):
                 f"{weights} is not a whole Orbax checkpoint: {METADATA} is missing. Convert or "
                 "fetch it again"
             )
-        tensors = open_arrays(weights, self._check_open)
+        tensors = open_arrays(weights, self._files)
         record_path = self.directory / RECORD
         if record_path.exists():
             self._check_record(read_json(record_path), tensors)
         return tensors
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ValueError(f"{self.directory} is closed; open it again to read from it")
 
     def _check_record(self, record: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
         path = self.directory / RECORD
@@ -99,16 +119,17 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_arrays(weights: Path, check_open=lambda: None) -> dict[str, StoredTensor]:
+def open_arrays(weights: Path, files: _Files | None = None) -> dict[str, StoredTensor]:
     """Finds the arrays of an Orbax checkpoint, and checks that their files are all there.
 
     Args:
         weights: The directory with the OCDBT store.
-        check_open: Called before each read; raises if it may not be.
+        files: What the arrays are read from.
 
     Raises:
         ValueError: Naming what is damaged.
     """
+    files = files or _Files()
     values = read_tree(weights)
     for path, num_bytes in data_files(values).items():
         if not path.is_file():
@@ -127,16 +148,16 @@ def open_arrays(weights: Path, check_open=lambda: None) -> dict[str, StoredTenso
     tensors: dict[str, StoredTensor] = {}
     for name, parts in chunks.items():
         if ".zarray" in parts:
-            tensors[name] = _open_zarr(weights, name, parts, check_open)
+            tensors[name] = _open_zarr(weights, name, parts, files)
         elif "zarr.json" in parts:
-            tensors[name] = _ForeignArray(weights, name, "zarr3", check_open)
+            tensors[name] = _ForeignArray(weights, name, "zarr3", files)
         else:
             raise ValueError(f"{weights}: {name!r} is not an array. Convert or fetch it again")
     return tensors
 
 
 def _open_zarr(
-    weights: Path, name: str, parts: Mapping[str, Place | bytes], check_open
+    weights: Path, name: str, parts: Mapping[str, Place | bytes], files: _Files
 ) -> StoredTensor:
     value = parts[".zarray"]
     if isinstance(value, Place):
@@ -169,7 +190,7 @@ def _open_zarr(
         and array.get("dimension_separator", ".") == "."
     )
     if dtype is None or not is_plain:
-        return _ForeignArray(weights, name, "zarr", check_open)
+        return _ForeignArray(weights, name, "zarr", files)
     num_bytes = math.prod(chunk) * dtype.itemsize
     pieces = [parts[key] for key in keys]
     for key, piece in zip(keys, pieces, strict=True):
@@ -180,33 +201,39 @@ def _open_zarr(
                 f"{num_bytes}. Convert or fetch it again"
             )
     by_number = dict(zip(numbers, pieces, strict=True))
-    return _PlainArray(weights, shape, stored_as, dtype, chunk, by_number, check_open)
+    return _PlainArray(weights, shape, stored_as, dtype, chunk, by_number, files)
 
 
 class _PlainArray(StoredTensor):
     """An array whose chunks are not compressed."""
 
-    def __init__(self, path, shape, stored_as, dtype, chunk, pieces, check_open):
+    def __init__(self, path, shape, stored_as, dtype, chunk, pieces, files):
         super().__init__(path, shape, stored_as, dtype)
         self._chunk: Sequence[int] = chunk
         self._pieces: Mapping[tuple[int, ...], Place | bytes] = pieces
-        self._check_open = check_open
+        self._files: _Files = files
 
     def read(self, index: Index = ()) -> np.ndarray:
         """See `StoredTensor.read`: of each chunk, the rows that are wanted are read."""
-        self._check_open()
+        self._files.check_open(self.path)
         bounds = resolve_index(index, self.shape)
         out = np.empty([stop - start for start, stop in bounds], self.known_dtype)
         overlaps = [
             range(start // step, -(-stop // step)) if stop > start else range(0)
             for (start, stop), step in zip(bounds, self._chunk, strict=True)
         ]
+        # For chunks that do not stand in `out` as they do in their file; costs nothing until then.
+        scratch = np.empty(math.prod(self._chunk), self.known_dtype)
         for number in itertools.product(*overlaps):
-            self._read_chunk(number, bounds, out)
+            self._read_chunk(number, bounds, out, scratch)
         return out
 
     def _read_chunk(
-        self, number: tuple[int, ...], bounds: Sequence[tuple[int, int]], out: np.ndarray
+        self,
+        number: tuple[int, ...],
+        bounds: Sequence[tuple[int, int]],
+        out: np.ndarray,
+        scratch: np.ndarray,
     ) -> None:
         """Fills the part of `out` that stands in one chunk."""
         of_chunk: list[slice] = []
@@ -224,25 +251,23 @@ class _PlainArray(StoredTensor):
             return
         rows, *columns = of_chunk
         row_shape = self._chunk[1:]
-        row_bytes = math.prod(row_shape) * self.known_dtype.itemsize
+        row_size = math.prod(row_shape)
         num_rows = rows.stop - rows.start
-        offset = piece.extent.offset + rows.start * row_bytes
-        file = TensorFile(piece.path)
-        try:
-            if target.shape[1:] == tuple(row_shape) and target.flags.c_contiguous:
-                file.read_into(offset, target.reshape(-1).view(np.uint8))
-            else:
-                data = file.read(Extent(offset, num_rows * row_bytes)).view(self.known_dtype)
-                target[...] = data.reshape(num_rows, *row_shape)[:, *columns]
-        finally:
-            file.close()
+        offset = piece.extent.offset + rows.start * row_size * self.known_dtype.itemsize
+        file = self._files.open(piece.path)
+        if target.shape[1:] == tuple(row_shape) and target.flags.c_contiguous:
+            file.read_into(offset, target.reshape(-1).view(np.uint8))
+        else:
+            rows_read = scratch[: num_rows * row_size]
+            file.read_into(offset, rows_read.view(np.uint8))
+            target[...] = rows_read.reshape(num_rows, *row_shape)[:, *columns]
 
 
 class _ForeignArray(StoredTensor):
     """An array that is compressed or otherwise not plain: TensorStore reads it."""
 
-    def __init__(self, weights: Path, name: str, driver: str, check_open):
-        self._check_open = check_open
+    def __init__(self, weights: Path, name: str, driver: str, files: _Files):
+        self._files: _Files = files
         spec = {
             "driver": driver,
             "kvstore": {
@@ -264,7 +289,7 @@ class _ForeignArray(StoredTensor):
 
     def read(self, index: Index = ()) -> np.ndarray:
         """See `StoredTensor.read`."""
-        self._check_open()
+        self._files.check_open(self.path)
         part = tuple(slice(*bound) for bound in resolve_index(index, self.shape))
         try:
             return np.ascontiguousarray(self._array[part].read().result())

@@ -36,9 +36,6 @@ from jpaged.checkpoint.tensor_file import Extent, TensorFile
 _COMMIT_BYTES = 128 << 20
 # Of one chunk; what others restore, they restore chunk by chunk.
 _CHUNK_BYTES = 16 << 20
-# Columns that devices share out are cut so often at most, into so many columns at least.
-_COLUMN_PARTS = 16
-_MIN_COLUMNS = 64
 # Hugging Face's files are about as large.
 _SHARD_BYTES = 5_000_000_000
 
@@ -49,13 +46,13 @@ class TensorPlan:
     Attributes:
         shape: Its shape.
         dtype: A key of `FLOAT_DTYPES`.
-        splits_columns: Whether devices share out its columns, and not its rows.
+        column_parts: How many devices may share out its columns; 1: they share out its rows.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: str, splits_columns: bool):
+    def __init__(self, shape: tuple[int, ...], dtype: str, column_parts: int = 1):
         self.shape = shape
         self.dtype = dtype
-        self.splits_columns = splits_columns
+        self.column_parts = column_parts
 
     @property
     def num_bytes(self) -> int:
@@ -296,12 +293,8 @@ def sha256(tensor: np.ndarray) -> str:
 def _chunk_shape(tensor: TensorPlan) -> tuple[int, ...]:
     """Whole rows, some MiB of them; of what devices share out by columns, some columns."""
     rows, *rest = tensor.shape
-    if tensor.splits_columns and len(rest) == 1:
-        parts = next(
-            n for n in range(_COLUMN_PARTS, 0, -1)
-            if rest[0] % n == 0 and (rest[0] // n >= _MIN_COLUMNS or n == 1)
-        )  # fmt: skip
-        rest = [rest[0] // parts]
+    if rest and rest[0] % tensor.column_parts == 0:
+        rest = [rest[0] // tensor.column_parts]
     row_bytes = math.prod(rest) * FLOAT_DTYPES[tensor.dtype].itemsize
     num_chunks = -(-rows * row_bytes // _CHUNK_BYTES)
     return (-(-rows // num_chunks), *rest)

@@ -61,7 +61,6 @@ def staging_of(target: Path) -> Path:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trip_is_bit_equal(variant, num_shards, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(weight_writers, "_CHUNK_BYTES", 3000)
-    monkeypatch.setattr(weight_writers, "_MIN_COLUMNS", 8)
     if num_shards == 3:
         monkeypatch.setattr(weight_writers, "_SHARD_BYTES", 200_000)
     source = tiny_model(variant, num_shards)
