@@ -61,9 +61,17 @@ class HFDirectory(ModelDirectory):
 
     def _open_tensors(self) -> dict[str, StoredTensor]:
         """See `ModelDirectory`."""
+        has_index = (self.directory / INDEX_FILE).exists()
         if (self.directory / SINGLE_FILE).exists():
+            if has_index and {*_read_weight_map(self.directory / INDEX_FILE).values()} != {
+                SINGLE_FILE
+            }:
+                raise ValueError(
+                    f"{self.directory} holds {SINGLE_FILE} and {INDEX_FILE}, which names other "
+                    "files: one of them is left from another revision. Remove it"
+                )
             return self._open_file(SINGLE_FILE)
-        if not (self.directory / INDEX_FILE).exists():
+        if not has_index:
             raise _no_weights(self.directory)
         weight_map = _read_weight_map(self.directory / INDEX_FILE)
         tensors: dict[str, StoredTensor] = {}
