@@ -14,9 +14,10 @@ import hashlib
 import itertools
 import json
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore
@@ -24,7 +25,7 @@ import tensorstore
 from jpaged.checkpoint.model_directory import ModelDirectory, read_json
 from jpaged.checkpoint.ocdbt import MANIFEST, Place, data_files, read_tree
 from jpaged.checkpoint.stored_tensor import FLOAT_DTYPES, Index, StoredTensor, resolve_index
-from jpaged.checkpoint.tensor_file import TensorFile
+from jpaged.checkpoint.tensor_file import TensorFile, make_buffer
 
 WEIGHTS = "weights"
 METADATA = "_METADATA"
@@ -33,6 +34,7 @@ RECORD_VERSION = 1
 IDENTITY_FILES = (MANIFEST, METADATA)
 ZARR_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "bfloat16"}
 
+_DTYPES = {stored: FLOAT_DTYPES[kind] for kind, stored in ZARR_DTYPES.items()}
 _MAX_OPEN_FILES = 64
 
 
@@ -42,6 +44,7 @@ class _Files:
     def __init__(self):
         # Whoever reads from a file that is dropped here still has it.
         self._open = functools.lru_cache(maxsize=_MAX_OPEN_FILES)(TensorFile)
+        self._memory = threading.local()
         self._is_closed = False
 
     def open(self, path: Path) -> TensorFile:
@@ -53,6 +56,16 @@ class _Files:
         """`ValueError` after `close`."""
         if self._is_closed:
             raise ValueError(f"{path} is closed; open the checkpoint again to read from it")
+
+    def scratch(self, num_bytes: int) -> np.ndarray:
+        """Memory (dtype uint8) for a moment, the same for each call from a thread.
+
+        New memory for each chunk would cost more than reading it.
+        """
+        memory = getattr(self._memory, "bytes", None)
+        if memory is None or memory.size < num_bytes:
+            memory = self._memory.bytes = make_buffer(num_bytes, 0)
+        return memory[:num_bytes]
 
     def close(self) -> None:
         """Closes all; may be called twice."""
@@ -156,24 +169,56 @@ def open_arrays(weights: Path, files: _Files | None = None) -> dict[str, StoredT
     return tensors
 
 
+class _Description(NamedTuple):
+    """What .zarray says of an array; `is_plain`: its chunks are its bytes."""
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    stored_as: str
+    is_plain: bool
+
+
+# Layers are alike.
+@functools.lru_cache(maxsize=256)
+def _read_description(text: bytes) -> _Description:
+    content = json.loads(text.decode())
+    shape, chunk = tuple(content["shape"]), tuple(content["chunks"])
+    are_sizes = all(type(size) is int and size > 0 for size in (*shape, *chunk))
+    if not are_sizes or len(shape) != len(chunk):
+        raise ValueError(f"shape {shape} and chunks {chunk} make no sense")
+    is_plain = (
+        content.get("compressor") is None
+        and not content.get("filters")
+        and content.get("order") == "C"
+        and content.get("dimension_separator", ".") == "."
+    )
+    return _Description(shape, chunk, str(content["dtype"]), is_plain)
+
+
 def _open_zarr(
     weights: Path, name: str, parts: Mapping[str, Place | bytes], files: _Files
 ) -> StoredTensor:
-    value = parts[".zarray"]
-    if isinstance(value, Place):
-        value = TensorFile(value.path).read(value.extent).tobytes()
+    text = parts[".zarray"]
+    if isinstance(text, Place):
+        text = TensorFile(text.path).read(text.extent).tobytes()
     try:
-        array = json.loads(value)
-        shape, chunk = tuple(array["shape"]), tuple(array["chunks"])
-        if not all(type(size) is int and size > 0 for size in (*shape, *chunk)):
-            raise ValueError(f"shape {shape} and chunks {chunk} make no sense")
-        stored_as = array["dtype"]
+        shape, chunk, stored_as, is_plain = _read_description(text)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{weights}: the description of {name!r} is damaged ({error}). Convert or fetch it "
             "again"
         ) from error
+    dtype = _DTYPES.get(stored_as)
+    if dtype is None or not is_plain:
+        return _ForeignArray(weights, name, "zarr", files)
     counts = [-(-size // step) for size, step in zip(shape, chunk, strict=True)]
+    num_pieces = len(parts) - 1
+    # Before they are numbered: a damaged shape may have more than there is memory for.
+    if math.prod(counts) != num_pieces:
+        raise ValueError(
+            f"{weights}: tensor {name!r} has {num_pieces} pieces instead of {math.prod(counts)}. "
+            "Convert or fetch it again"
+        )
     numbers = list(itertools.product(*map(range, counts)))
     keys = [".".join(map(str, number)) or "0" for number in numbers]
     for key in keys:
@@ -181,16 +226,6 @@ def _open_zarr(
             raise ValueError(
                 f"{weights}: piece {key} of tensor {name!r} is missing. Convert or fetch it again"
             )
-    kinds = {stored: FLOAT_DTYPES[kind] for kind, stored in ZARR_DTYPES.items()}
-    dtype = kinds.get(stored_as) if isinstance(stored_as, str) else None
-    is_plain = (
-        array.get("compressor") is None
-        and not array.get("filters")
-        and array.get("order") == "C"
-        and array.get("dimension_separator", ".") == "."
-    )
-    if dtype is None or not is_plain:
-        return _ForeignArray(weights, name, "zarr", files)
     num_bytes = math.prod(chunk) * dtype.itemsize
     pieces = [parts[key] for key in keys]
     for key, piece in zip(keys, pieces, strict=True):
@@ -212,28 +247,27 @@ class _PlainArray(StoredTensor):
         self._chunk: Sequence[int] = chunk
         self._pieces: Mapping[tuple[int, ...], Place | bytes] = pieces
         self._files: _Files = files
+        # The chunks follow each other in their file, mostly.
+        first = next(iter(pieces.values()))
+        self._first_offset = first.extent.offset if isinstance(first, Place) else 0
 
     def read(self, index: Index = ()) -> np.ndarray:
         """See `StoredTensor.read`: of each chunk, the rows that are wanted are read."""
         self._files.check_open(self.path)
         bounds = resolve_index(index, self.shape)
-        out = np.empty([stop - start for start, stop in bounds], self.known_dtype)
+        sizes = [stop - start for start, stop in bounds]
+        out = make_buffer(math.prod(sizes) * self.known_dtype.itemsize, self._first_offset)
+        out = out.view(self.known_dtype).reshape(sizes)
         overlaps = [
             range(start // step, -(-stop // step)) if stop > start else range(0)
             for (start, stop), step in zip(bounds, self._chunk, strict=True)
         ]
-        # For chunks that do not stand in `out` as they do in their file; costs nothing until then.
-        scratch = np.empty(math.prod(self._chunk), self.known_dtype)
         for number in itertools.product(*overlaps):
-            self._read_chunk(number, bounds, out, scratch)
+            self._read_chunk(number, bounds, out)
         return out
 
     def _read_chunk(
-        self,
-        number: tuple[int, ...],
-        bounds: Sequence[tuple[int, int]],
-        out: np.ndarray,
-        scratch: np.ndarray,
+        self, number: tuple[int, ...], bounds: Sequence[tuple[int, int]], out: np.ndarray
     ) -> None:
         """Fills the part of `out` that stands in one chunk."""
         of_chunk: list[slice] = []
@@ -251,16 +285,21 @@ class _PlainArray(StoredTensor):
             return
         rows, *columns = of_chunk
         row_shape = self._chunk[1:]
-        row_size = math.prod(row_shape)
+        row_bytes = math.prod(row_shape) * self.known_dtype.itemsize
         num_rows = rows.stop - rows.start
-        offset = piece.extent.offset + rows.start * row_size * self.known_dtype.itemsize
+        offset = piece.extent.offset + rows.start * row_bytes
         file = self._files.open(piece.path)
         if target.shape[1:] == tuple(row_shape) and target.flags.c_contiguous:
             file.read_into(offset, target.reshape(-1).view(np.uint8))
+        elif target.shape[1:] != tuple(row_shape) and len(row_shape) == 1:
+            offset += columns[0].start * self.known_dtype.itemsize
+            for row in target:
+                file.read_into(offset, row.view(np.uint8))
+                offset += row_bytes
         else:
-            rows_read = scratch[: num_rows * row_size]
-            file.read_into(offset, rows_read.view(np.uint8))
-            target[...] = rows_read.reshape(num_rows, *row_shape)[:, *columns]
+            data = self._files.scratch(num_rows * row_bytes)
+            file.read_into(offset, data)
+            target[...] = data.view(self.known_dtype).reshape(-1, *row_shape)[:, *columns]
 
 
 class _ForeignArray(StoredTensor):

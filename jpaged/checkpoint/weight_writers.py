@@ -291,9 +291,11 @@ def sha256(tensor: np.ndarray) -> str:
 
 
 def _chunk_shape(tensor: TensorPlan) -> tuple[int, ...]:
-    """Whole rows, some MiB of them; of what devices share out by columns, some columns."""
+    """Whole rows, some MiB of them; of what devices share out by columns, a part of those."""
     rows, *rest = tensor.shape
-    if rest and rest[0] % tensor.column_parts == 0:
+    # Of a tensor of one chunk, columns are read row by row.
+    is_large = tensor.num_bytes > _CHUNK_BYTES
+    if is_large and rest and rest[0] % tensor.column_parts == 0:
         rest = [rest[0] // tensor.column_parts]
     row_bytes = math.prod(rest) * FLOAT_DTYPES[tensor.dtype].itemsize
     num_chunks = -(-rows * row_bytes // _CHUNK_BYTES)
