@@ -3,17 +3,18 @@
 import math
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
-# Elements looked at at once: the second look finds them in a core's cache.
-_PIECE = 1 << 16
+# Elements that a core's cache holds while they are copied and looked at twice.
+PIECE = 1 << 15
 # Of a dtype: signed and unsigned integers of its size, and +Inf and -Inf as such. Read as signed
 # integers, no positive number is as large as +Inf and NaN, and no negative one is positive; read as
 # unsigned ones, all but -Inf and negative NaN are below -Inf.
 _BITS = {
-    "float32": (np.int32, np.uint32, 0x7F80_0000, 0xFF80_0000),
-    "bfloat16": (np.int16, np.uint16, 0x7F80, 0xFF80),
-    "float16": (np.int16, np.uint16, 0x7C00, 0xFC00),
+    np.dtype(np.float32): (np.int32, np.uint32, 0x7F80_0000, 0xFF80_0000),
+    np.dtype(ml_dtypes.bfloat16): (np.int16, np.uint16, 0x7F80, 0xFF80),
+    np.dtype(np.float16): (np.int16, np.uint16, 0x7C00, 0xFC00),
 }
 
 
@@ -25,12 +26,32 @@ def is_finite(tensor: np.ndarray) -> bool:
     Args:
         tensor: float32, bfloat16 or float16, contiguous.
     """
-    signed, unsigned, infinity, minus_infinity = _BITS[str(tensor.dtype)]
+    signed, unsigned, infinity, minus_infinity = _BITS[tensor.dtype]
     bits = tensor.reshape(-1)
-    for start in range(0, bits.size, _PIECE):
-        piece = bits[start : start + _PIECE]
+    for start in range(0, bits.size, PIECE):
+        piece = bits[start : start + PIECE]
         if piece.view(signed).max() >= infinity or piece.view(unsigned).max() >= minus_infinity:
             return False
+    return True
+
+
+def copy_finite(target: np.ndarray, source: np.ndarray) -> bool:
+    """Copies, casts, and says whether all that has come is finite; if not, some is missing.
+
+    Looking at what has just been copied costs half of looking at it another time.
+
+    Args:
+        target: Contiguous, of a dtype as in `is_finite`.
+        source: Of the same shape.
+    """
+    to, come = target.reshape(-1), source.reshape(-1)
+    # float16 ends at 65504, and is what NumPy warns of.
+    with np.errstate(over="ignore"):
+        for start in range(0, to.size, PIECE):
+            piece = to[start : start + PIECE]
+            piece[...] = come[start : start + PIECE]
+            if not is_finite(piece):
+                return False
     return True
 
 
@@ -70,7 +91,6 @@ def cast_finite(owner: str | Path, name: str, tensor: np.ndarray, dtype: np.dtyp
     """
     if tensor.dtype == dtype:
         return tensor
-    # float16 ends at 65504, and is what NumPy warns of.
     with np.errstate(over="ignore"):
         cast = np.ascontiguousarray(tensor.astype(dtype))
     # All that float16 and bfloat16 hold fits float32.

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from jpaged.checkpoint.checkpoint import Checkpoint
-from jpaged.checkpoint.finite import cast_finite, check_finite
+from jpaged.checkpoint.finite import cast_finite, check_finite, copy_finite, is_finite
 from jpaged.checkpoint.leaf_parts import read_leaf_part
 from jpaged.models.weights import LeafSource
 
@@ -61,25 +61,23 @@ def load_model(
         disable=not show_progress,
     )  # fmt: skip
 
-    def checked(tensor: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        check_finite(checkpoint.name, tensor, array)
-        # To a wider dtype it is cast where it is put.
-        return cast_finite(checkpoint.name, tensor, array, dtype) if dtype != np.float32 else array
-
     def read(path, leaf, place: np.ndarray | None) -> np.ndarray:
         name = leaf_path(path)
         source = sources[name]
-        array = source.build(
-            *(checked(tensor, checkpoint.read(tensor), leaf.dtype) for tensor in source.tensors)
-        )
+        array = source.build(*(checkpoint.read(tensor) for tensor in source.tensors))
         if array.shape != leaf.shape:
             raise ValueError(
                 f"{' + '.join(source.tensors)} make {list(array.shape)}; "
                 f"the model needs {list(leaf.shape)} for {name}"
             )
-        if place is None:
-            return np.ascontiguousarray(array.astype(leaf.dtype, copy=False))
-        place[...] = array
+        if place is None and array.dtype == leaf.dtype:
+            place = np.ascontiguousarray(array)
+            has_come = is_finite(place)
+        else:
+            place = np.empty(leaf.shape, leaf.dtype) if place is None else place
+            has_come = copy_finite(place, array)
+        if not has_come:
+            _refuse(checkpoint, source, leaf.dtype)
         return place
 
     if mesh is not None:
@@ -89,7 +87,7 @@ def load_model(
             for (path, leaf), spec in zip(leaves, specs, strict=True):
                 sharding = NamedSharding(mesh, _within(mesh, spec or PartitionSpec()))
                 source = sources[leaf_path(path)]
-                shared.append(_load_shared(leaf, sharding, source, checkpoint, checked))
+                shared.append(_load_shared(leaf, sharding, source, checkpoint))
                 bar.update(shared[-1].nbytes)
         return nnx.merge(graphdef, jax.tree.unflatten(treedef, shared))
     is_cpu = jax.default_backend() == "cpu"
@@ -107,6 +105,15 @@ def load_model(
     return nnx.merge(graphdef, jax.tree.unflatten(treedef, filled))
 
 
+def _refuse(checkpoint: Checkpoint, source: LeafSource, dtype: np.dtype) -> None:
+    """Finds the tensor for which a leaf is not finite, and raises `ValueError`."""
+    for name in source.tensors:
+        tensor = checkpoint.read(name)
+        check_finite(checkpoint.name, name, tensor)
+        cast_finite(checkpoint.name, name, tensor, dtype)
+    raise ValueError(f"{checkpoint.name}: {' or '.join(source.tensors)} has changed while read")
+
+
 def _within(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
     """A spec without axes that the mesh does not have."""
     return PartitionSpec(*(axis if axis in mesh.axis_names else None for axis in spec))
@@ -117,21 +124,19 @@ def _load_shared(
     sharding: NamedSharding,
     source: LeafSource,
     checkpoint: Checkpoint,
-    checked: Callable[[str, np.ndarray, np.dtype], np.ndarray],
 ) -> jax.Array:
     """Reads a leaf part by part; devices that hold the same part share what is read."""
     parts: dict[tuple, np.ndarray] = {}
-
-    def read(name: str, index: Sequence[slice]) -> np.ndarray:
-        return checked(name, checkpoint.read_part(name, index), leaf.dtype)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         bounds = tuple(
             axis.indices(size)[:2] for axis, size in zip(index or (), leaf.shape, strict=True)
         )
         if bounds not in parts:
-            found = read_leaf_part(read, source, leaf.shape, bounds)
-            parts[bounds] = found.astype(leaf.dtype, copy=False)
+            found = read_leaf_part(checkpoint.read_part, source, leaf.shape, bounds)
+            parts[bounds] = np.empty(found.shape, leaf.dtype)
+            if not copy_finite(parts[bounds], found):
+                _refuse(checkpoint, source, leaf.dtype)
         return parts[bounds]
 
     return jax.make_array_from_callback(leaf.shape, sharding, part)

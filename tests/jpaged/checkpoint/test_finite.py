@@ -96,8 +96,26 @@ def test_model_too_large_for_float16_is_not_loaded_as_such(tmp_path):
     tensors[A_TENSOR][0, 0] = 70000.0
     path = write_model(tmp_path / "model", tensors)
     load(path)
-    with pytest.raises(ValueError, match=rf"'{A_TENSOR}' holds 70000, which is too large for"):
-        load(path, "float16")
+    meshes = [None, jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])]
+    for mesh in meshes:
+        with pytest.raises(ValueError, match=rf"'{A_TENSOR}' holds 70000, which is too large for"):
+            load(path, "float16", mesh)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("value", [1.0, np.nan])
+def test_device_with_memory_of_its_own_is_loaded_likewise(value, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    tensors = tiny_models.tiny_weights("gqa")
+    tensors[A_TENSOR][3, 5] = value
+    path = write_model(tmp_path / "model", tensors)
+    if np.isnan(value):
+        with pytest.raises(ValueError, match=rf"tensor '{A_TENSOR}' holds nan at \[3, 5\]"):
+            load(path, dtype)
+        return
+    embedding = load(path, dtype).embed.weight[...]
+    expected = tensors["model.embed_tokens.weight"].astype(dtype)
+    np.testing.assert_array_equal(np.asarray(embedding), expected, strict=True)
 
 
 def test_counts_that_no_model_has_are_refused_at_once(tiny_model):
