@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Converts a checkpoint: Hugging Face or GGUF to Orbax, Orbax to safetensors.
 
 The same as `jpaged convert`, whose --help says more.
 
-Usage: convert_hf.py SOURCE TARGET [--to orbax|safetensors] [--dtype DTYPE] [--revision REVISION]
+Usage: python scripts/convert_hf.py SOURCE TARGET [--to orbax|safetensors] [--dtype DTYPE] [--revision REVISION]
 """
 
 import sys

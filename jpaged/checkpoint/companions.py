@@ -7,7 +7,7 @@ from typing import Any
 
 from jpaged.checkpoint.checkpoint import Checkpoint
 from jpaged.checkpoint.gguf_file import GGUFFile, _hf_config, _special_ids
-from jpaged.checkpoint.gguf_tokenizer import read_tokenizer_config, read_tokenizer_json
+from jpaged.checkpoint.gguf_tokenizer import read_tokenizer_config
 from jpaged.checkpoint.model_directory import ModelDirectory
 
 CONFIG = "config.json"
@@ -70,7 +70,7 @@ def _translate(checkpoint: GGUFFile) -> dict[str, Any]:
     return {
         CONFIG: _hf_config(metadata, checkpoint._tensors) | ids,
         "generation_config.json": checkpoint.generation_config,
-        "tokenizer.json": json.loads(read_tokenizer_json(metadata)),
+        "tokenizer.json": json.loads(checkpoint.tokenizer()._backend.to_str()),
         "tokenizer_config.json": tokenizer_config
         | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False},
     }
