@@ -2,7 +2,7 @@
 
 The same as `jpaged convert`, whose --help says more.
 
-Usage: python scripts/convert_hf.py SOURCE TARGET [--to FORMAT] [--dtype DTYPE] [--revision REVISION]
+Usage: python scripts/convert_hf.py SOURCE TARGET [--to FORMAT] [--dtype DTYPE] [--revision NAME]
 """
 
 import sys
