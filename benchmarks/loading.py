@@ -3,7 +3,7 @@
     python -m benchmarks.loading MODEL [MODEL ...] [--repeat 9] [--dtype float32] [--unchecked]
 
 `--unchecked` loads each a second time without looking for NaN and infinity, which says what that
-costs. Prints one line of JSON, last: seconds, the middle one and the quickest.
+costs. Prints one line of JSON, last: seconds and core seconds, the middle ones and the least.
 """
 
 import argparse
@@ -21,19 +21,22 @@ from jpaged.models.registry import find_family
 from jpaged.models.transformer import Transformer
 
 
-def load(path: str, dtype: str) -> float:
-    """Seconds to open a checkpoint and until its weights are on the device."""
-    started = time.perf_counter()
+def load(path: str, dtype: str) -> tuple[float, float]:
+    """Seconds until a checkpoint is open and its weights are on the device; and of the cores."""
+    started, started_cpu = time.perf_counter(), time.process_time()
     with open_checkpoint(path, show_progress=False) as checkpoint:
-        opened_s = time.perf_counter() - started
+        opened_s, opened_cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
         config = checkpoint.model_config
         # The same for all formats, and not their time.
         model = nnx.eval_shape(lambda: Transformer(config, dtype=jnp.dtype(dtype)))
         sources = find_family(config.architecture).leaf_sources(config)
-        started = time.perf_counter()
+        started, started_cpu = time.perf_counter(), time.process_time()
         model = loader.load_model(model, checkpoint, sources)
         jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
-        return opened_s + time.perf_counter() - started
+        return (
+            opened_s + time.perf_counter() - started,
+            opened_cpu_s + time.process_time() - started_cpu,
+        )
 
 
 def _copy(target: np.ndarray, source: np.ndarray) -> bool:
@@ -52,7 +55,7 @@ def main() -> None:
     check = loader.copy_finite
     kinds = [(model, True) for model in args.models]
     kinds += [(model, False) for model in args.models if args.unchecked]
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {}
     for repeat in range(args.repeat + 1):
         for model, is_checked in kinds:
             loader.copy_finite = check if is_checked else _copy
@@ -60,10 +63,15 @@ def main() -> None:
             if repeat:  # the first brings files and code into memory
                 name = model if is_checked else f"{model}, unchecked"
                 seconds.setdefault(name, []).append(found)
-    result = {
-        name: {"median_s": round(statistics.median(found), 4), "min_s": round(min(found), 4)}
-        for name, found in seconds.items()
-    }
+    result = {}
+    for name, found in seconds.items():
+        wall, cpu = zip(*found, strict=True)
+        result[name] = {
+            "median_s": round(statistics.median(wall), 3),
+            "min_s": round(min(wall), 3),
+            "median_cpu_s": round(statistics.median(cpu), 3),
+            "min_cpu_s": round(min(cpu), 3),
+        }
     print(json.dumps(result))
 
 
