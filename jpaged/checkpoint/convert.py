@@ -108,6 +108,7 @@ def _convert(
     tensors = _plan_tensors(checkpoint, dtype)
     identity = _identify(checkpoint, companions)
     staging = Staging(target, {"source": identity, "to": to, "dtype": dtype})
+    writer = None
     try:
         # Without it, what an earlier try has all but finished is no checkpoint.
         (staging.checkpoint / CONFIG).unlink(missing_ok=True)
@@ -134,6 +135,8 @@ def _convert(
         staging.discard()
         raise
     finally:
+        if writer is not None:
+            writer.close()
         staging.close()
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     return Converted(len(tensors), num_bytes, num_kept)

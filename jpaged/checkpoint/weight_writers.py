@@ -93,6 +93,9 @@ class WeightWriter(abc.ABC):
             source: What the tensors were read from.
         """
 
+    def close(self) -> None:  # noqa: B027
+        """Lets go of files that are open; may be called twice."""
+
 
 class OrbaxWriter(WeightWriter):
     """Writes an OCDBT store of uncompressed Zarr arrays, as Orbax restores it."""
@@ -272,9 +275,8 @@ class SafetensorsWriter(WeightWriter):
         """See `WeightWriter.finish`."""
         for file, descriptor in self._descriptors.items():
             os.fsync(descriptor)
-            os.close(descriptor)
             os.replace(self._path(file), self.directory / file)
-        self._descriptors.clear()
+        self.close()
         if len(self._names) > 1:
             _write_json(
                 self.directory / INDEX_FILE,
@@ -283,6 +285,11 @@ class SafetensorsWriter(WeightWriter):
                     "weight_map": {name: file for name, (file, _) in self._extents.items()},
                 },
             )
+
+    def close(self) -> None:
+        """See `WeightWriter.close`."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
 
 
 def sha256(tensor: np.ndarray) -> str:
