@@ -29,9 +29,10 @@ def read_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
     if isinstance(checkpoint, ModelDirectory):
         return _read_copied(checkpoint.directory) | _read_legal(checkpoint.directory)
     if isinstance(checkpoint, GGUFFile):
-        return _read_legal(checkpoint._file.path.parent) | {
-            name: _to_json(value) for name, value in _translate(checkpoint).items()
-        }
+        files = _read_legal(checkpoint._file.path.parent)
+        files |= {name: _to_json(value) for name, value in _translate(checkpoint).items()}
+        # As it is: parsed, a vocabulary of 262,144 takes hundreds of megabytes.
+        return files | {"tokenizer.json": checkpoint.tokenizer()._backend.to_str().encode()}
     raise ValueError(f"{checkpoint.name} is of no kind that can be converted")
 
 
@@ -70,7 +71,6 @@ def _translate(checkpoint: GGUFFile) -> dict[str, Any]:
     return {
         CONFIG: _hf_config(metadata, checkpoint._tensors) | ids,
         "generation_config.json": checkpoint.generation_config,
-        "tokenizer.json": json.loads(checkpoint.tokenizer()._backend.to_str()),
         "tokenizer_config.json": tokenizer_config
         | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False},
     }

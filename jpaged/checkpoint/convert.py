@@ -127,7 +127,7 @@ def _convert(
             path = staging.checkpoint / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        if _identify(checkpoint, read_companions(checkpoint)).get("files") != identity["files"]:
+        if _stat_files(checkpoint) != identity["files"]:
             raise ValueError(f"{checkpoint.name} has changed while it was converted")
         _check_result(staging.checkpoint, checkpoint)
         staging.publish()
@@ -194,6 +194,12 @@ def _write(
 
 def _identify(checkpoint: Checkpoint, companions: Mapping[str, bytes]) -> dict[str, Any]:
     """What tells a source from another, or from itself before it was changed."""
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in companions.items()}
+    return {"name": checkpoint.name, "files": _stat_files(checkpoint), "companions": digests}
+
+
+def _stat_files(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Sizes of the files with weights, and when they were changed."""
     match checkpoint:
         case GGUFFile():
             directory = checkpoint._file.path.parent
@@ -210,8 +216,7 @@ def _identify(checkpoint: Checkpoint, companions: Mapping[str, bytes]) -> dict[s
     for path in sorted(paths):
         status = path.stat()
         files[str(path.relative_to(directory))] = [status.st_size, status.st_mtime_ns]
-    digests = {name: hashlib.sha256(content).hexdigest() for name, content in companions.items()}
-    return {"name": checkpoint.name, "files": files, "companions": digests}
+    return files
 
 
 def _check_room(directory: Path, num_bytes: int) -> None:
