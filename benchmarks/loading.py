@@ -57,7 +57,7 @@ def main() -> None:
     kinds += [(model, False) for model in args.models if args.unchecked]
     seconds: dict[str, list[tuple[float, float]]] = {}
     for repeat in range(args.repeat + 1):
-        for model, is_checked in kinds:
+        for model, is_checked in kinds if repeat % 2 else reversed(kinds):
             loader.copy_finite = check if is_checked else _copy
             found = load(model, args.dtype)
             if repeat:  # the first brings files and code into memory
