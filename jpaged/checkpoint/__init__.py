@@ -67,7 +67,8 @@ def _open_directory(path: Path) -> Checkpoint:
         raise ValueError(
             f"{path} is an unfinished conversion; run the same jpaged convert again to finish it"
         )
-    if not (path / "weights").is_dir():
+    # What Orbax writes; others may have a folder of that name too.
+    if not any((path / "weights" / name).exists() for name in ("manifest.ocdbt", "_METADATA")):
         return HFDirectory(path)
     if any(path.glob("*.safetensors")):
         raise ValueError(

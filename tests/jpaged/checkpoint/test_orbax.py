@@ -276,6 +276,13 @@ def test_two_formats_in_one_directory_are_refused(directory, tiny_model):
         open_checkpoint(directory)
 
 
+def test_another_folder_of_that_name_changes_nothing(tmp_path):
+    directory = tiny_models.write_tiny_model(tmp_path / "model", "gqa")
+    (directory / "weights").mkdir()
+    (directory / "weights" / "notes.txt").write_text("x")
+    assert not isinstance(open_checkpoint(directory), OrbaxDirectory)
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.float64])
 def test_packed_and_other_dtypes_are_refused(dtype, tmp_path):
     tree = tiny_models.tiny_weights("gqa")
