@@ -21,11 +21,12 @@ Run language models with a paged KV cache, in JAX.
   jpaged chat                                         talk to the model
   jpaged serve                                        answer OpenAI's API over HTTP
   jpaged warmup MODEL                                 compile ahead of time
+  jpaged convert MODEL DIRECTORY                      write it as an Orbax checkpoint, or back
 """
 
 _MODEL_HELP = (
-    "smollm2 (a small demo model, fetched on first use), a Hugging Face directory, a hub id "
-    "org/name, or a .gguf file (default: smollm2)"
+    "smollm2 (a small demo model, fetched on first use), a Hugging Face or Orbax directory, a hub "
+    "id org/name, or a .gguf file (default: smollm2)"
 )
 
 
@@ -107,6 +108,31 @@ def _make_parser() -> argparse.ArgumentParser:
     warmup.add_argument("--revision", help="branch, tag or commit of a hub id")
     _add_engine(warmup)
     warmup.set_defaults(run=_warmup)
+
+    convert = commands.add_parser(
+        "convert",
+        help="write a model anew: as an Orbax checkpoint, or as safetensors",
+        description="Write a model anew, as one directory that is served and copied like any "
+        "other: weights, config, tokenizer, licence. It appears when it is whole; what was "
+        "interrupted is gone on with by the same command.",
+    )
+    convert.add_argument("source", metavar="SOURCE", help=_MODEL_HELP.partition(" (default")[0])
+    convert.add_argument("target", metavar="TARGET", help="the directory to make")
+    convert.add_argument(
+        "--to",
+        default="orbax",
+        metavar="FORMAT",
+        help="orbax (sharded, OCDBT) or safetensors (default: %(default)s)",
+    )
+    convert.add_argument(
+        "--dtype",
+        default="keep",
+        help="keep, float32, bfloat16 or float16 (default: %(default)s; what GGUF has quantised "
+        "is kept as float32)",
+    )
+    convert.add_argument("--revision", help="branch, tag or commit of a hub id")
+    convert.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors")
+    convert.set_defaults(run=_convert, verbose=False)
 
     commands.add_parser("serve", help="answer OpenAI's API over HTTP; see jpaged serve --help")
     return parser
@@ -356,6 +382,29 @@ def _warmup(args: argparse.Namespace) -> int:
     cache = enable_persistent_cache()
     kept = f"kept in {cache}" if cache else "not kept: the cache cannot be written"
     print(f"{args.model}: {num_programs} programs compiled or loaded in {seconds:.1f} s, {kept}")
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    import time
+
+    from jpaged.checkpoint.convert import convert
+
+    started = time.perf_counter()
+    done = convert(
+        args.source,
+        args.target,
+        to=args.to,
+        dtype=args.dtype,
+        revision=args.revision,
+        show_progress=not args.quiet,
+    )
+    if not args.quiet:
+        kept = f", {done.num_kept} of them kept from before" if done.num_kept else ""
+        print(
+            f"{args.target}: {done.num_tensors} tensors{kept}, {done.num_bytes / 1e6:.0f} MB, in "
+            f"{time.perf_counter() - started:.1f} s"
+        )
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.checkpoint.stored_tensor import Index
 from jpaged.config import ModelConfig
 from jpaged.models.registry import find_family
 from jpaged.text.tokenizer import Tokenizer
@@ -53,6 +54,22 @@ class Checkpoint(abc.ABC):
             The tensor as it is stored, `ml_dtypes.bfloat16` included; what GGUF stores
             quantised comes dequantised, as float32.
         """
+
+    def read_part(self, name: str, index: Index) -> np.ndarray:
+        """Reads a part of a tensor: what one of several devices needs.
+
+        Args:
+            name: A key of `shapes`.
+            index: The part. Formats that can do so read no more than this from disk.
+
+        Returns:
+            A contiguous array, otherwise as of `read`.
+        """
+        return np.ascontiguousarray(self.read(name)[tuple(index)])
+
+    def stored_dtype(self, name: str) -> str:
+        """The dtype in which `read` gives a tensor, by its name in `jpaged.config.DTYPES`."""
+        return "float32"
 
     @property
     @abc.abstractmethod

@@ -6,125 +6,85 @@ here because the library's NumPy interface has no bfloat16 and hides truncation 
 """
 
 import collections
-import dataclasses
 import json
-import logging
+import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from jpaged.checkpoint.checkpoint import (
-    EMBEDDING,
-    LM_HEAD,
-    Checkpoint,
-    check_tensors,
-    count_elements,
-)
-from jpaged.checkpoint.hf_config import read_model_config
+from jpaged.checkpoint.checkpoint import count_elements
+from jpaged.checkpoint.model_directory import ModelDirectory, read_json
+from jpaged.checkpoint.stored_tensor import FLOAT_DTYPES, Index, StoredTensor, resolve_index
 from jpaged.checkpoint.tensor_file import Extent, TensorFile
-from jpaged.config import ModelConfig
-from jpaged.text.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
-_COMPARED_ROWS = 4096
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+DTYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_DTYPES = {stored: FLOAT_DTYPES[name] for name, stored in DTYPE_NAMES.items()}
 # The safetensors library's own limit.
 _MAX_HEADER_BYTES = 100_000_000
-# The small ones that hold a JSON object; of tokenizer.json its library says what is wrong.
-_TOKENIZER_OBJECTS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
-class _Tensor(NamedTuple):
-    """Where one tensor stands."""
+class _Tensor(StoredTensor):
+    """One tensor in an open file."""
 
-    file: TensorFile
-    dtype: str
-    shape: tuple[int, ...]
-    extent: Extent
+    def __init__(self, file: TensorFile, stored_as: str, shape: tuple[int, ...], extent: Extent):
+        super().__init__(file.path, shape, stored_as, _DTYPES.get(stored_as))
+        self._file = file
+        self.extent = extent
+
+    def read(self, index: Index = ()) -> np.ndarray:
+        """See `StoredTensor.read`: whole rows are read, and columns cut out of them."""
+        bounds = resolve_index(index, self.shape)
+        if not bounds:
+            return self._file.read(self.extent).view(self.known_dtype).reshape(self.shape)
+        (start, stop), *rest = bounds
+        row_bytes = math.prod(self.shape[1:]) * self.known_dtype.itemsize
+        extent = Extent(self.extent.offset + start * row_bytes, (stop - start) * row_bytes)
+        rows = self._file.read(extent).view(self.known_dtype)
+        rows = rows.reshape(stop - start, *self.shape[1:])
+        return np.ascontiguousarray(rows[:, *(slice(*bound) for bound in rest)])
 
 
-class HFDirectory(Checkpoint):
-    """A checkpoint in a directory.
-
-    Args:
-        directory: It holds config.json, the weights, and the tokenizer's files.
-        name: What to call it; the directory's name if `None`.
-
-    Raises:
-        OSError: Naming the file that is missing or cannot be read.
-        ValueError: Naming the file, tensor or key that is damaged or not supported.
-    """
+class HFDirectory(ModelDirectory):
+    """A checkpoint whose weights are in safetensors files; see `ModelDirectory`."""
 
     def __init__(self, directory: Path, name: str | None = None):
-        self.name = directory.resolve().name if name is None else name
-        self._directory = directory
-        config = _read_json(directory / "config.json")
-        generation_path = directory / "generation_config.json"
-        self.generation_config = _read_json(generation_path) if generation_path.exists() else {}
-        model_config = read_model_config(config, self.generation_config)
         self._files: list[TensorFile] = []
-        try:
-            self._tensors = self._open_files()
-            self.model_config, self.shapes = self._check(model_config)
-        except BaseException:
-            self.close()
-            raise
-
-    def read(self, name: str) -> np.ndarray:
-        """See `Checkpoint.read`."""
-        tensor = self._tensors[name]
-        return tensor.file.read(tensor.extent).view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """See `Checkpoint.num_bytes`."""
-        return sum(self._tensors[name].extent.num_bytes for name in self.shapes)
-
-    def tokenizer(self) -> Tokenizer:
-        """See `Checkpoint.tokenizer`."""
-        for name in _TOKENIZER_OBJECTS:
-            if (self._directory / name).exists():
-                _read_json(self._directory / name)
-        try:
-            return Tokenizer.from_directory(self._directory)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self._directory}: its tokenizer files hold a value of the wrong type "
-                f"({type(error).__name__}: {error}). Fetch them again"
-            ) from error
+        super().__init__(directory, name)
 
     def close(self) -> None:
         """See `Checkpoint.close`."""
         for file in self._files:
             file.close()
 
-    def _open_files(self) -> dict[str, _Tensor]:
-        """Opens all weight files and reads their headers."""
-        if (self._directory / _SINGLE).exists():
-            return self._open_file(_SINGLE)
-        if not (self._directory / _INDEX).exists():
-            raise _no_weights(self._directory)
-        weight_map = _read_weight_map(self._directory / _INDEX)
-        tensors: dict[str, _Tensor] = {}
+    def _open_tensors(self) -> dict[str, StoredTensor]:
+        """See `ModelDirectory`."""
+        has_index = (self.directory / INDEX_FILE).exists()
+        if (self.directory / SINGLE_FILE).exists():
+            if has_index and {*_read_weight_map(self.directory / INDEX_FILE).values()} != {
+                SINGLE_FILE
+            }:
+                raise ValueError(
+                    f"{self.directory} holds {SINGLE_FILE} and {INDEX_FILE}, which names other "
+                    "files: one of them is left from another revision. Remove it"
+                )
+            return self._open_file(SINGLE_FILE)
+        if not has_index:
+            raise _no_weights(self.directory)
+        weight_map = _read_weight_map(self.directory / INDEX_FILE)
+        tensors: dict[str, StoredTensor] = {}
         for shard in sorted(set(weight_map.values())):
-            if not (self._directory / shard).exists():
+            if not (self.directory / shard).exists():
                 raise FileNotFoundError(
-                    f"{self._directory / shard} is missing; {_INDEX} names it. Fetch it, or the "
+                    f"{self.directory / shard} is missing; {INDEX_FILE} names it. Fetch it, or the "
                     "whole checkpoint again"
                 )
             for name, tensor in self._open_file(shard).items():
                 if weight_map.get(name) != shard:
                     raise ValueError(
-                        f"{self._directory / shard} holds tensor {name!r}, for which {_INDEX} "
+                        f"{self.directory / shard} holds tensor {name!r}, for which {INDEX_FILE} "
                         f"names {weight_map.get(name)!r}: files of different checkpoints are "
                         "mixed. Fetch the whole checkpoint again"
                     )
@@ -132,63 +92,16 @@ class HFDirectory(Checkpoint):
         for name, shard in weight_map.items():
             if name not in tensors:
                 raise ValueError(
-                    f"{self._directory / shard} does not hold tensor {name!r}, for which {_INDEX} "
-                    "names it: files of different checkpoints are mixed. Fetch the whole "
-                    "checkpoint again"
+                    f"{self.directory / shard} does not hold tensor {name!r}, for which "
+                    f"{INDEX_FILE} names it: files of different checkpoints are mixed. Fetch "
+                    "the whole checkpoint again"
                 )
         return tensors
 
-    def _open_file(self, name: str) -> dict[str, _Tensor]:
-        file = TensorFile(self._directory / name)
+    def _open_file(self, name: str) -> dict[str, StoredTensor]:
+        file = TensorFile(self.directory / name)
         self._files.append(file)
-        return _read_header(file)
-
-    def _check(self, config: ModelConfig) -> tuple[ModelConfig, dict[str, tuple[int, ...]]]:
-        """Checks the tensors against the config; returns it corrected by them, and the shapes."""
-        for name, tensor in self._tensors.items():
-            if tensor.dtype not in _DTYPES:
-                raise ValueError(
-                    f"{tensor.file.path}: tensor {name!r} is stored as {tensor.dtype}; supported: "
-                    f"{', '.join(_DTYPES)}. Packed and quantised weights are not supported here: "
-                    "use an unquantised checkpoint, or a GGUF file"
-                )
-        found = {name: tensor.shape for name, tensor in self._tensors.items()}
-        if config.tie_word_embeddings and LM_HEAD in found and EMBEDDING in found:
-            if self._heads_are_equal():
-                del found[LM_HEAD]
-            else:
-                # As transformers 5 does (PreTrainedModel.tie_weights).
-                logger.warning(
-                    "%s: config.json says tie_word_embeddings, but %s differs from %s; both are "
-                    "used, as transformers does. Set tie_word_embeddings to false to say so",
-                    self.name,
-                    LM_HEAD,
-                    EMBEDDING,
-                )
-                config = dataclasses.replace(config, tie_word_embeddings=False)
-        shapes = check_tensors(self.name, config, found)
-        stored = str(_DTYPES[self._tensors[EMBEDDING].dtype])
-        return dataclasses.replace(config, dtype=stored), shapes
-
-    def _heads_are_equal(self) -> bool:
-        embedding, head = self._tensors[EMBEDDING], self._tensors[LM_HEAD]
-        if embedding.shape != head.shape or not embedding.shape:
-            return False
-        rows = embedding.shape[0]
-        for start in range(0, rows, _COMPARED_ROWS):
-            stop = min(start + _COMPARED_ROWS, rows)
-            if not np.array_equal(
-                _read_rows(embedding, start, stop), _read_rows(head, start, stop)
-            ):
-                return False
-        return True
-
-
-def _read_rows(tensor: _Tensor, start: int, stop: int) -> np.ndarray:
-    """Rows of a matrix, flat, as float32."""
-    row_bytes = tensor.extent.num_bytes // tensor.shape[0]
-    extent = Extent(tensor.extent.offset + start * row_bytes, (stop - start) * row_bytes)
-    return tensor.file.read(extent).view(_DTYPES[tensor.dtype]).astype(np.float32)
+        return dict(_read_header(file))
 
 
 def _read_header(file: TensorFile) -> dict[str, _Tensor]:
@@ -222,13 +135,13 @@ def _read_header(file: TensorFile) -> dict[str, _Tensor]:
         raise ValueError(f"{problem}its header is unreadable ({error}). Fetch it again") from error
     end = data_start
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].extent):
-        if tensor.dtype in _DTYPES:
-            num_bytes = count_elements([tensor.shape]) * _DTYPES[tensor.dtype].itemsize
+        if tensor.dtype is not None:
+            num_bytes = count_elements([tensor.shape]) * tensor.dtype.itemsize
             if tensor.extent.num_bytes != num_bytes:
                 raise ValueError(
                     f"{problem}tensor {name!r} of shape {list(tensor.shape)} and dtype "
-                    f"{tensor.dtype} takes {tensor.extent.num_bytes} bytes instead of {num_bytes}. "
-                    "Fetch it again"
+                    f"{tensor.stored_as} takes {tensor.extent.num_bytes} bytes instead of "
+                    f"{num_bytes}. Fetch it again"
                 )
         if tensor.extent.offset != end:
             raise ValueError(
@@ -261,7 +174,7 @@ def _parse_entry(name: str, entry: Any, file: TensorFile, data_start: int) -> _T
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     """The index: which file of the directory holds which tensor."""
-    weight_map = _read_json(path).get("weight_map")
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(
             f"{path}: weight_map is {type(weight_map).__name__}; it must be an object that names "
@@ -292,19 +205,5 @@ def _no_weights(directory: Path) -> Exception:
             "save_pretrained(..., safe_serialization=True)"
         )
     return FileNotFoundError(
-        f"{directory} holds neither {_SINGLE} nor {_INDEX}. Fetch the whole checkpoint"
+        f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}. Fetch the whole checkpoint"
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing. Fetch the whole checkpoint")
-    if not path.is_file():
-        raise ValueError(f"{path} is not a regular file. Put the checkpoint's file there")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}. Fetch it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {type(content).__name__}; it must be a JSON object")
-    return content

@@ -8,12 +8,26 @@ from typing import NamedTuple
 
 import numpy as np
 
+_MEMORY_PAGE = 4096
+
 
 class Extent(NamedTuple):
     """Where a tensor's bytes stand in its file."""
 
     offset: int
     num_bytes: int
+
+
+def make_buffer(num_bytes: int, offset: int) -> np.ndarray:
+    """Memory (dtype uint8) that bytes from an offset of a file are copied into fast.
+
+    It lies on its memory page where the bytes lie on the file's, rounded down to 64. Where NumPy's
+    own lies a few bytes further along than they do, each store looks like one that the next loads
+    must wait for: 1.5 instead of 4.7 GB/s from the page cache (Zen 1).
+    """
+    memory = np.empty(num_bytes + _MEMORY_PAGE, np.uint8)
+    start = (offset - offset % 64 - memory.ctypes.data) % _MEMORY_PAGE
+    return memory[start : start + num_bytes]
 
 
 class TensorFile:
@@ -43,20 +57,24 @@ class TensorFile:
         Raises:
             ValueError: The file is closed, or ends before the extent does.
         """
+        data = make_buffer(extent.num_bytes, extent.offset)
+        self.read_into(extent.offset, data)
+        return data
+
+    def read_into(self, offset: int, data: np.ndarray) -> None:
+        """Fills contiguous bytes (dtype uint8) from here on; fails as `read` does."""
         if not self._close.alive:
             raise ValueError(f"{self.path} is closed; open the checkpoint again to read from it")
-        data = np.empty(extent.num_bytes, np.uint8)
         done = 0
-        while done < extent.num_bytes:
+        while done < data.size:
             # One call reads 2 GiB at most.
-            count = os.preadv(self._fd, [memoryview(data)[done:]], extent.offset + done)
+            count = os.preadv(self._fd, [memoryview(data)[done:]], offset + done)
             if not count:
                 raise ValueError(
                     f"{self.path} is truncated: it ends before byte "
-                    f"{extent.offset + extent.num_bytes}. Fetch it again"
+                    f"{offset + data.size}. Fetch it again"
                 )
             done += count
-        return data
 
     def close(self) -> None:
         """Closes the file; calling it again does nothing."""

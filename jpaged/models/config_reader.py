@@ -9,6 +9,17 @@ from jpaged.config import ROPE_TYPES, RopeConfig
 
 # Sizes and ids are int32 on the device.
 _MAX_INT = 2**31 - 1
+# Far more than any model has. Lists and tables are made by these numbers before a tensor is looked
+# at, so that a damaged one would fill the memory.
+_MAX_COUNTS = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "vocab_size": 1 << 26,
+}
 
 _ROPE_KEYS = {
     "default": (),
@@ -38,9 +49,10 @@ class ConfigReader:
         value = self.get(key, default)
         if value is None:
             raise ValueError(f"config.json: {key} is missing; a model of this kind needs it")
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_INT:
+        most = _MAX_COUNTS.get(key, _MAX_INT)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(
-                f"config.json: {key} is {value!r}; it must be a whole number from 1 to {_MAX_INT}"
+                f"config.json: {key} is {value!r}; it must be a whole number from 1 to {most}"
             )
         return value
 

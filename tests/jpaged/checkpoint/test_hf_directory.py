@@ -293,7 +293,16 @@ def test_tokenizer_config_with_a_value_of_the_wrong_type_is_refused(change, shar
         open_checkpoint(sharded).tokenizer()
 
 
-@pytest.mark.parametrize("num_layers", [10**9, 2**31 - 1])
+def test_single_file_beside_an_index_of_others_is_refused(sharded, tensors):
+    write_safetensors(sharded / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match="one of them is left from another revision"):
+        open_checkpoint(sharded)
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert open_checkpoint(sharded).read(A_TENSOR).shape == (128, 64)
+
+
+@pytest.mark.parametrize("num_layers", [100, 10_000])
 def test_more_layers_than_tensors_are_refused_at_once(num_layers, tensors, tmp_path):
     directory = write_model(tmp_path, tensors, num_hidden_layers=num_layers)
     with pytest.raises(ValueError, match=f"asks for {num_layers} layers"):
