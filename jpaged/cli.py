@@ -25,8 +25,8 @@ Run language models with a paged KV cache, in JAX.
 """
 
 _MODEL_HELP = (
-    "smollm2 (a small demo model, fetched on first use), a Hugging Face or Orbax directory, a hub "
-    "id org/name, or a .gguf file (default: smollm2)"
+    "smollm2 (a small demo model) or gemma3, fetched on first use; a Hugging Face or Orbax "
+    "directory, a hub id org/name, or a .gguf file (default: smollm2)"
 )
 
 

@@ -1,7 +1,8 @@
 """JAX's flags for every test, and the fixtures that all folders share.
 
 Tests run on four CPU devices, GPU or not; only `pytest -m gpu` runs on a GPU, and then nothing
-but the tests marked `gpu`. Likewise only `pytest -m gemma3` fetches Gemma 3.
+but the tests marked `gpu`. Likewise only `pytest -m gemma3` fetches Gemma 3, and only `pytest -m
+soak` repeats for minutes what another test does once.
 """
 
 import json
@@ -63,8 +64,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = "needs a CUDA device"
     if reason is not None:
         _skip(items, "gpu", reason)
-    if not config.getoption("markexpr").startswith("gemma3"):
-        _skip(items, "gemma3", "runs only under `-m gemma3`")
+    for marker in ("gemma3", "soak"):
+        if not config.getoption("markexpr").startswith(marker):
+            _skip(items, marker, f"runs only under `-m {marker}`")
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:

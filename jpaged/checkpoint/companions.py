@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.checkpoint.checkpoint import Checkpoint
-from jpaged.checkpoint.gguf_file import GGUFFile, _hf_config, _special_ids
+from jpaged.checkpoint.gguf_file import GGUFFile
 from jpaged.checkpoint.gguf_tokenizer import read_tokenizer_config
 from jpaged.checkpoint.model_directory import ModelDirectory
 
@@ -59,7 +59,6 @@ def _read_legal(directory: Path) -> dict[str, bytes]:
 def _translate(checkpoint: GGUFFile) -> dict[str, Any]:
     """What a Hugging Face directory would hold, from the metadata of a GGUF file."""
     metadata = checkpoint._metadata
-    ids = _special_ids(metadata)
     tokenizer_config = read_tokenizer_config(metadata)
     templates = tokenizer_config.pop("chat_template")
     if list(templates) == ["default"]:
@@ -69,7 +68,7 @@ def _translate(checkpoint: GGUFFile) -> dict[str, Any]:
             {"name": name, "template": template} for name, template in templates.items()
         ]
     return {
-        CONFIG: _hf_config(metadata, checkpoint._tensors) | ids,
+        CONFIG: checkpoint.config,
         "generation_config.json": checkpoint.generation_config,
         "tokenizer_config.json": tokenizer_config
         | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False},

@@ -62,6 +62,9 @@ class GGUFFile(Checkpoint):
         path: The file.
         name: What to call it; its file name if `None`.
 
+    Attributes:
+        config: What config.json of a Hugging Face directory of this model would say.
+
     Raises:
         OSError: The file is not there or cannot be read.
         ValueError: Naming what in it is damaged or not supported.
@@ -76,10 +79,10 @@ class GGUFFile(Checkpoint):
                 self._architecture = find_architecture(self._metadata)
                 self._tensors = self._by_hf_name(tensors)
                 found = {name: tensor.shape for name, tensor in self._tensors.items()}
-                config = read_config(self._metadata, found, self._read_rope_factors())
                 ids = _special_ids(self._metadata)
+                self.config = read_config(self._metadata, found, self._read_rope_factors()) | ids
                 self.generation_config = {"_from_model_config": True} | ids
-                self.model_config = read_model_config(config | ids, self.generation_config)
+                self.model_config = read_model_config(self.config, self.generation_config)
             except ValueError as error:
                 raise ValueError(f"{self.name}: {error}") from None
             found.pop(ROPE_FACTORS, None)

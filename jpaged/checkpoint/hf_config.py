@@ -114,6 +114,18 @@ def read_model_config(
             "one must be a multiple of the other where there is no head_dim"
         )
     head_dim = reader.whole("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise ValueError(
+            f"config.json: head_dim is {head_dim}; rotary embeddings need it to be even"
+        )
+    num_kv_heads = num_heads
+    if reader.get("num_key_value_heads") is not None:
+        num_kv_heads = reader.whole("num_key_value_heads")
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"config.json: num_attention_heads is {num_heads}; it must be a multiple of "
+            f"num_key_value_heads, which is {num_kv_heads}"
+        )
     fields = family.read(reader)
     rope = fields.get("rope") or reader.rope(
         head_dim=head_dim, partial="partial_rotary_factor" in family.keys
@@ -135,9 +147,6 @@ def read_model_config(
         eos_token_ids = as_ids(eos, "generation_config.json: eos_token_id")
     else:
         eos_token_ids = as_ids(defaults.get("eos_token_id"), "config.json: eos_token_id")
-    num_kv_heads = num_heads
-    if defaults.get("num_key_value_heads") is not None:
-        num_kv_heads = reader.whole("num_key_value_heads")
     common = {
         "architecture": family.architecture,
         "vocab_size": reader.whole("vocab_size"),

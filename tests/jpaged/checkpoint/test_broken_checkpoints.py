@@ -121,7 +121,7 @@ def outside(directory: Path, weight_map: dict[str, str]) -> dict[str, str]:
 def more_tokens_than_embeddings(directory: Path) -> None:
     path = directory / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
-    token = tokenizer["added_tokens"][0] | {"id": 300, "content": "<|more|>"}
+    token = tokenizer["added_tokens"][0] | {"id": 260, "content": "<|more|>"}
     tokenizer["added_tokens"].append(token)
     path.write_text(json.dumps(tokenizer))
 
@@ -154,8 +154,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
                "stored as F8_E4M3"),
     "NaN": (tensor(UP_PROJ, with_value(np.nan)), UP_PROJ),
     "infinite": (tensor(EMBED, with_value(-np.inf)), EMBED),
-    "wrong vocabulary": (config(vocab_size=259), "vocab_size"),
-    "more tokens than embeddings": (more_tokens_than_embeddings, "vocab_size"),
+    "wrong vocabulary": (config(vocab_size=259), "the config asks for [259, 64]"),
     "more layers": (config(num_hidden_layers=3), "model.layers.2"),
     "absurdly many layers": (config(num_hidden_layers=2**31 - 1), "num_hidden_layers"),
     "fewer layers": (config(num_hidden_layers=1), "model.layers.1"),
@@ -192,6 +191,16 @@ def test_broken_checkpoint_is_one_clear_line(broken, tiny_model, tmp_path, capfd
     assert code != 0 and captured.out == ""
     assert len(lines) == 1 and lines[0].startswith("jpaged: error: "), captured.err
     assert expected in lines[0], lines[0]
+
+
+def test_token_without_an_embedding_is_refused_where_a_prompt_has_it(tiny_model, tmp_path, capfd):
+    """Tokenizers with more tokens than the model are common, and harmless until one is used."""
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model("gqa"), directory)
+    more_tokens_than_embeddings(directory)
+    assert cli.main(["generate", "<|more|>", "--model", str(directory), *LIMITS]) != 0
+    [line] = capfd.readouterr().err.splitlines()
+    assert "holds 260" in line and line.startswith("jpaged: error: ")
 
 
 def test_there_are_thirty_and_more():

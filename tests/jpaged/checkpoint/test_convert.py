@@ -20,10 +20,13 @@ from jpaged import cli
 from jpaged.checkpoint import convert as convert_module
 from jpaged.checkpoint import open_checkpoint, weight_writers
 from jpaged.checkpoint.convert import convert
+from jpaged.checkpoint.gguf_file import GGUFFile
 from jpaged.checkpoint.staging import Staging
 from tests import tiny_models
-from tests.jpaged.checkpoint.test_gguf_file import write_gguf
+from tests.jpaged.checkpoint.test_gguf_families import EXTRA
+from tests.jpaged.checkpoint.test_gguf_families import VARIANTS as GGUF_VARIANTS
 from tests.jpaged.checkpoint.test_hf_directory import write_safetensors
+from tests.jpaged.checkpoint.tiny_gguf import write_gguf
 
 VARIANTS = ["gqa", "tied", "biases", "phi3", "glm4", "gemma3"]
 A_TENSOR = "model.layers.1.mlp.up_proj.weight"
@@ -123,6 +126,18 @@ def test_gguf_becomes_a_directory_that_says_the_same(kind, tmp_path):
             assert one.encode("Hi <|im_end|> é!") == other.encode("Hi <|im_end|> é!")
             assert one.special_token_ids == other.special_token_ids
             assert (one.bos_token_id, one.eos_token_id) == (other.bos_token_id, other.eos_token_id)
+
+
+@pytest.mark.parametrize("variant", GGUF_VARIANTS)
+def test_gguf_of_every_architecture_keeps_its_config(variant, tmp_path, monkeypatch):
+    # Of the others, the vocabulary has no room for what the tokenizer merges.
+    tokenizer = open_checkpoint(write_gguf(tmp_path / "default.gguf")).tokenizer()
+    monkeypatch.setattr(GGUFFile, "tokenizer", lambda _: tokenizer)
+    file = write_gguf(tmp_path / f"{variant}.gguf", variant, extra=EXTRA.get(variant))
+    convert(file, tmp_path / "orbax")
+    assert_equal(read_all(tmp_path / "orbax"), read_all(file))
+    with open_checkpoint(file) as ours, open_checkpoint(tmp_path / "orbax") as theirs:
+        assert ours.model_config == theirs.model_config
 
 
 @pytest.mark.parametrize("to", ["orbax", "safetensors"])
@@ -429,7 +444,7 @@ def test_killed_conversion_leaves_nothing_that_loads_wrongly(tiny_model, tmp_pat
     kill_at_random_moments(3, tiny_model("gqa", 3), tmp_path / "target", "orbax")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("to", ["orbax", "safetensors"])
 def test_twenty_kills_leave_nothing_that_loads_wrongly(to, tiny_model, tmp_path):

@@ -15,8 +15,8 @@ from jpaged.checkpoint.loader import load_model
 from jpaged.models.registry import find_family
 from jpaged.models.transformer import Transformer
 from tests import tiny_models
-from tests.jpaged.checkpoint.test_gguf_file import write_gguf
 from tests.jpaged.checkpoint.test_hf_directory import write_safetensors
+from tests.jpaged.checkpoint.tiny_gguf import write_gguf
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 A_TENSOR = "model.layers.1.mlp.up_proj.weight"

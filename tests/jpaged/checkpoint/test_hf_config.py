@@ -145,7 +145,7 @@ def test_bookkeeping_keys_are_accepted():
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "320"}, "vocab_size is '320'"),
         ({"hidden_size": 66}, "hidden_size is 66"),
-        ({"num_key_value_heads": 3}, "num_kv_heads, which is 3"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads, which is 3"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
         ({"eos_token_id": -1}, "eos_token_id is -1"),
