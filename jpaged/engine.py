@@ -495,7 +495,8 @@ class Engine:
                 output = self.scheduler.schedule()
             bucket, buffer = self.runner.build(output.scheduled, self.kv_cache_manager.block_tables)
             allocated = self.kv_cache_manager.num_allocated_slots
-            used = self.kv_cache_manager.num_used_slots + output.num_tokens
+            num_groups = len(self.kv_cache_manager.windows)
+            used = self.kv_cache_manager.num_used_slots + num_groups * output.num_tokens
             built = time.perf_counter()
             if output.copies:
                 self.runner.copy_blocks(output.copies)

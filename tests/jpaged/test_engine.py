@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
+from jpaged.engine import Engine, EngineStats
 from jpaged.models.transformer import Transformer
 from jpaged.request import FinishReason
 from jpaged.runner import kv_cache, model_runner
@@ -248,6 +248,18 @@ def test_module_that_the_engine_cannot_run_is_refused_by_name(tiny_model):
     nnx.update(host, jax.tree.map(np.asarray, nnx.state(host)))
     with pytest.raises(ValueError, match="leaf .* is a ndarray; put the module's weights on"):
         Engine(host)
+
+
+@pytest.mark.parametrize("variant", ["gqa", "gemma3"])
+def test_waste_counts_the_slots_of_all_groups(variant, tiny_model):
+    """In whole blocks no slot is wasted, whatever lies behind windows."""
+    engine = shared_engine(tiny_model(variant))
+    engine.stats = EngineStats()
+    engine.add_request("whole blocks", [5] * 192, SamplingParams(max_tokens=1))
+    for number in range(1, 4):
+        engine.step()
+        assert engine.stats.steps == number and engine.stats.kv_waste == pytest.approx(0.0)
+    assert not engine.has_unfinished_requests
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "kv_cache_memory_bytes"])
