@@ -8,6 +8,7 @@ here because the library's NumPy interface has no bfloat16 and hides truncation 
 import collections
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ class HFDirectory(ModelDirectory):
         if not has_index:
             raise _no_weights(self.directory)
         weight_map = _read_weight_map(self.directory / INDEX_FILE)
+        _check_commits(self.directory, [INDEX_FILE, *sorted(set(weight_map.values()))])
         tensors: dict[str, StoredTensor] = {}
         for shard in sorted(set(weight_map.values())):
             if not (self.directory / shard).exists():
@@ -102,6 +104,34 @@ class HFDirectory(ModelDirectory):
         file = TensorFile(self.directory / name)
         self._files.append(file)
         return dict(_read_header(file))
+
+
+def _check_commits(directory: Path, names: Sequence[str]) -> None:
+    """Refuses files that `hf download --local-dir` has fetched at different commits."""
+    by_commit: dict[str, str] = {}
+    for name in names:
+        commit = _fetched_commit(directory, name)
+        if commit is not None:
+            by_commit.setdefault(commit, name)
+    if len(by_commit) > 1:
+        (one, name), (other, other_name), *_ = by_commit.items()
+        raise ValueError(
+            f"{directory}: {name} was fetched at commit {one[:12]} and {other_name} at "
+            f"{other[:12]}: files of different revisions are mixed. Fetch the whole checkpoint "
+            "again"
+        )
+
+
+def _fetched_commit(directory: Path, name: str) -> str | None:
+    """What huggingface_hub has noted of a file, unless that was changed since."""
+    try:
+        note = directory / ".cache" / "huggingface" / "download" / f"{name}.metadata"
+        commit, _, fetched_at, *_ = note.read_text(encoding="utf-8").splitlines()
+        # Times of files may be a second off.
+        is_unchanged = (directory / name).stat().st_mtime - 1 <= float(fetched_at)
+    except (OSError, ValueError):
+        return None
+    return commit if is_unchanged else None
 
 
 def _read_header(file: TensorFile) -> dict[str, _Tensor]:

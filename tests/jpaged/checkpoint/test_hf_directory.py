@@ -3,6 +3,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -231,6 +232,26 @@ def test_shards_of_different_checkpoints_are_refused(sharded):
     shutil.copy(first, second)
     with pytest.raises(ValueError, match="files of different checkpoints are mixed"):
         open_checkpoint(sharded)
+
+
+def note_commit(directory: Path, name: str, commit: str, seconds: float = 0.0) -> None:
+    """As huggingface_hub does where it fetches into a directory."""
+    notes = directory / ".cache" / "huggingface" / "download"
+    notes.mkdir(parents=True, exist_ok=True)
+    (notes / f"{name}.metadata").write_text(f"{commit}\netag\n{time.time() + seconds}\n")
+
+
+def test_shards_of_different_revisions_are_refused(sharded):
+    first, second, third = sorted(path.name for path in sharded.glob("*.safetensors"))
+    for name in (first, second, third, "model.safetensors.index.json"):
+        note_commit(sharded, name, "a" * 40)
+    open_checkpoint(sharded).close()
+    note_commit(sharded, second, "b" * 40)
+    with pytest.raises(ValueError, match=f"at commit aaaaaaaaaaaa and {second} at bbbbbbbbbbbb"):
+        open_checkpoint(sharded)
+    # Put there by somebody else since: what is noted says nothing about it.
+    note_commit(sharded, second, "b" * 40, seconds=-60)
+    open_checkpoint(sharded).close()
 
 
 def test_tensor_that_the_index_promises_in_vain_is_named(sharded):
