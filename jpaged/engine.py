@@ -33,7 +33,7 @@ from jpaged.runner import kv_cache, sampling_state
 from jpaged.runner.compile_plan import CompilationCounter, enable_persistent_cache
 from jpaged.runner.logits_processor import LogitsProcessor
 from jpaged.runner.memory_plan import plan_num_blocks
-from jpaged.runner.model_runner import ModelRunner, StepResult, check_leaves
+from jpaged.runner.model_runner import ModelRunner, StepResult, check_leaves, with_config
 from jpaged.runner.step_inputs import Bucket, BucketTable
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels.paged_attention.choice import Shape as AttentionShape
@@ -120,6 +120,10 @@ class Engine:
         model_config = model_config or getattr(model, "config", None)
         if not isinstance(model_config, ModelConfig):
             raise ValueError(f"model is a {type(model).__name__}; give a module of jpaged.models")
+        if config.max_model_len is not None:
+            # What depends on it (growing rotary embeddings, KV groups) must know it.
+            model_config = replace(model_config, max_model_len=config.max_model_len)
+            model = with_config(model, model_config)
         self.model_config = model_config
         if load is None:
             check_leaves(model)
@@ -202,8 +206,8 @@ class Engine:
         )
         if capacity < 1:
             raise ValueError(
-                f"the KV cache has {self.num_blocks} blocks of {block_size} tokens; {len(windows)} "
-                "groups of layers need more for one request: raise num_blocks, "
+                f"the KV cache has {self.num_blocks} blocks of {block_size} tokens; one request "
+                f"needs {len(windows)} at least, one for each group of layers: raise num_blocks, "
                 "kv_cache_memory_bytes or memory_utilization"
             )
         if config.max_model_len is not None and config.max_model_len > capacity:

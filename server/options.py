@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that mean something; `read_options` sorts out the others."""
     parser.add_argument(
         "models", nargs="*", metavar="[NAME=]MODEL",
-        help="smollm2 (the default), a Hugging Face directory, a hub id, or a .gguf file; several "
-        "are served under their names",
+        help="smollm2 (the default), a Hugging Face or Orbax directory, a hub id, or a .gguf file; "
+        "several are served under their names",
     )  # fmt: skip
     model = parser.add_argument_group("models").add_argument
     model("--model", action=_InOrder, metavar="MODEL", help="the same; may be repeated")

@@ -21,6 +21,7 @@ _COPIED = (
 _LEGAL = re.compile(
     r"(.*[-_. ])?(licen[sc]e|notice|copying|policy|terms|readme)([-_. ].*)?", re.IGNORECASE
 )
+_MAX_LEGAL_BYTES = 16 << 20
 _TEXT_SUFFIXES = ("", ".md", ".txt", ".html")
 
 
@@ -49,11 +50,24 @@ def _read_copied(directory: Path) -> dict[str, bytes]:
 
 
 def _read_legal(directory: Path) -> dict[str, bytes]:
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(directory.iterdir())
-        if _LEGAL.fullmatch(path.name) and path.suffix.lower() in _TEXT_SUFFIXES and path.is_file()
-    }
+    files: dict[str, bytes] = {}
+    for path in sorted(directory.iterdir()):
+        is_legal = _LEGAL.fullmatch(path.name) and path.suffix.lower() in _TEXT_SUFFIXES
+        if is_legal and path.is_file() and _is_own(path):
+            num_bytes = path.stat().st_size
+            if num_bytes > _MAX_LEGAL_BYTES:
+                raise ValueError(
+                    f"{path} has {num_bytes} bytes; texts of more than {_MAX_LEGAL_BYTES} are not "
+                    "taken along. Move it elsewhere"
+                )
+            files[path.name] = path.read_bytes()
+    return files
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file belongs to its directory, by a link within it or into the hub's cache too."""
+    directory, place = path.parent.resolve(), path.resolve()
+    return directory in place.parents or directory.parent.parent / "blobs" == place.parent
 
 
 def _translate(checkpoint: GGUFFile) -> dict[str, Any]:

@@ -86,6 +86,8 @@ def convert(
         raise ValueError(
             f"dtype is {dtype!r}; it must be one of {', '.join(map(repr, (KEEP, *FLOAT_DTYPES)))}"
         )
+    if not _is_name(os.fspath(target)):
+        raise ValueError(f"target is {os.fspath(target)!r}; it must be a path in UTF-8 without NUL")
     place = Path(os.path.abspath(target))
     if not place.name:
         raise ValueError(f"target is {os.fspath(target)!r}; it must name a new directory")
@@ -95,8 +97,25 @@ def convert(
     with open_checkpoint(source, revision=revision, show_progress=show_progress) as checkpoint:
         # Before anything is written: a checkpoint without it cannot be served.
         checkpoint.tokenizer()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        return _convert(checkpoint, place, to, dtype, show_progress)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            return _convert(checkpoint, place, to, dtype, show_progress)
+        except OSError as error:
+            if error.errno is None:  # says it all already
+                raise
+            raise OSError(
+                f"{target} cannot be written: {error.strerror}"
+                + (f" ({error.filename})" if error.filename else "")
+                + ". Give a target in a folder that can be written and has room; the same command "
+                "goes on with what was done"
+            ) from error
+
+
+def _is_name(path: str) -> bool:
+    try:
+        return b"\0" not in path.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _convert(
@@ -128,7 +147,9 @@ def _convert(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         if _stat_files(checkpoint) != identity["files"]:
-            raise ValueError(f"{checkpoint.name} has changed while it was converted")
+            raise ValueError(
+                f"{checkpoint.name} has changed while it was converted. Convert it again"
+            )
         _check_result(staging.checkpoint, checkpoint)
         staging.publish()
     except ValueError:
@@ -223,8 +244,8 @@ def _check_room(directory: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
         raise OSError(
-            f"the weights take {num_bytes >> 20} MiB more, and {free >> 20} MiB are free in "
-            f"{directory.parent.parent}"
+            f"the weights take {num_bytes / 1e6:.1f} MB more, and {free / 1e6:.1f} MB are free in "
+            f"{directory.parent.parent}: make room there, or give a target elsewhere"
         )
 
 

@@ -69,13 +69,24 @@ def check_finite(owner: str | Path, name: str, tensor: np.ndarray) -> None:
     """
     if is_finite(tensor):
         return
-    wrong = ~np.isfinite(tensor.astype(np.float32))
-    place = [int(axis) for axis in np.unravel_index(int(wrong.argmax()), tensor.shape)]
+    first, count = _find_infinite(tensor)
+    place = [int(axis) for axis in np.unravel_index(first, tensor.shape)]
     raise ValueError(
-        f"{owner}: tensor {name!r} holds {tensor[tuple(place)]} at {place}, {wrong.sum()} such "
-        f"elements of {math.prod(tensor.shape)}. Weights must be finite numbers: fetch the "
-        "checkpoint again, or use another"
+        f"{owner}: tensor {name!r} holds {tensor[tuple(place)]} at {place}, {count} such elements "
+        f"of {math.prod(tensor.shape)}. Weights must be finite numbers: fetch the checkpoint "
+        "again, or use another"
     )
+
+
+def _find_infinite(tensor: np.ndarray) -> tuple[int, int]:
+    """Where the first NaN or infinity stands, and how many there are; in little memory."""
+    flat, first, count = tensor.reshape(-1), -1, 0
+    for start in range(0, flat.size, PIECE):
+        wrong = np.flatnonzero(~np.isfinite(flat[start : start + PIECE].astype(np.float32)))
+        if first < 0 and wrong.size:
+            first = start + int(wrong[0])
+        count += wrong.size
+    return first, count
 
 
 def cast_finite(owner: str | Path, name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -96,10 +107,10 @@ def cast_finite(owner: str | Path, name: str, tensor: np.ndarray, dtype: np.dtyp
         cast = np.ascontiguousarray(tensor.astype(dtype))
     # All that float16 and bfloat16 hold fits float32.
     if dtype != np.float32 and not is_finite(cast):
-        wrong = ~np.isfinite(cast.astype(np.float32))
-        place = np.unravel_index(int(wrong.argmax()), tensor.shape)
+        place = np.unravel_index(_find_infinite(cast)[0], tensor.shape)
+        remedy = "bfloat16 or float32" if dtype == np.float16 else "float32"
         raise ValueError(
             f"{owner}: tensor {name!r} holds {float(tensor[place]):g}, which is too large for "
-            f"{dtype}. Use bfloat16 or float32"
+            f"{dtype}. Use {remedy}"
         )
     return cast

@@ -131,8 +131,13 @@ def read_model_config(
         head_dim=head_dim, partial="partial_rotary_factor" in family.keys
     )
     fields["rope"] = rope
+    eps = reader.number("rms_norm_eps", 1e-6)
+    if eps > 1:
+        raise ValueError(f"config.json: rms_norm_eps is {eps}; it must be at most 1")
+    if rope.theta < 1:
+        raise ValueError(f"config.json: rope_theta is {rope.theta}; it must be at least 1")
     activation = fields.pop("activation", reader.get("hidden_act", "silu"))
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ValueError(
             f"config.json: hidden_act is {activation!r}; jpaged supports "
             + ", ".join(map(repr, _ACTIVATIONS))
@@ -158,7 +163,7 @@ def read_model_config(
         "head_dim": head_dim,
         "max_position_embeddings": _longest(family, reader, rope),
         "activation": _ACTIVATIONS[activation],
-        "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
+        "rms_norm_eps": eps,
         "tie_word_embeddings": reader.flag("tie_word_embeddings"),
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": eos_token_ids,
@@ -195,6 +200,11 @@ def _check_key(family: Family, key: str, value: Any, config: Mapping[str, Any]) 
 def _longest(family: Family, reader: ConfigReader, rope: RopeConfig) -> int:
     """Positions, those that stretched embeddings add included, as vLLM counts them."""
     longest = reader.whole("max_position_embeddings")
+    if longest * rope.factor >= 2**31:
+        raise ValueError(
+            f"config.json: max_position_embeddings is {longest} and the factor of its rotary "
+            f"embeddings {rope.factor}; their product must be below 2**31"
+        )
     if rope.rope_type == "yarn":
         return max(longest, int((rope.original_max_position_embeddings or 0) * rope.factor))
     # Gemma 3's number says it already.

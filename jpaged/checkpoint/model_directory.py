@@ -8,6 +8,7 @@ import abc
 import dataclasses
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 _COMPARED_ROWS = 4096
 # The small ones that hold a JSON object; of tokenizer.json its library says what is wrong.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
 _TOKENIZER_OBJECTS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -43,7 +48,9 @@ class ModelDirectory(Checkpoint):
         self.directory = directory
         config = read_json(directory / "config.json")
         generation_path = directory / "generation_config.json"
-        self.generation_config = read_json(generation_path) if generation_path.exists() else {}
+        # A link that leads nowhere is no file that was left out.
+        is_there = os.path.lexists(generation_path)
+        self.generation_config = read_json(generation_path) if is_there else {}
         model_config = read_model_config(config, self.generation_config)
         try:
             self._tensors = self._open_tensors()
@@ -75,9 +82,13 @@ class ModelDirectory(Checkpoint):
 
     def tokenizer(self) -> Tokenizer:
         """See `Checkpoint.tokenizer`."""
-        for name in _TOKENIZER_OBJECTS:
-            if (self.directory / name).exists():
-                read_json(self.directory / name)
+        for name in _TOKENIZER_FILES:
+            path = self.directory / name
+            # Its library would wait for a pipe's writer, and read a device without end.
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{path} is not a regular file. Put the checkpoint's file there")
+            if path.exists() and name in _TOKENIZER_OBJECTS:
+                read_json(path)
         try:
             return Tokenizer.from_directory(self.directory)
         except (AttributeError, KeyError, TypeError) as error:

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import math
+import reprlib
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,14 +102,21 @@ class OrbaxDirectory(ModelDirectory):
         tensors = open_arrays(weights, self._files)
         record_path = self.directory / RECORD
         if record_path.exists():
-            self._check_record(read_json(record_path), tensors)
+            record = read_json(record_path)
+            try:
+                self._check_record(record, tensors)
+            except (AttributeError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{record_path} is damaged ({type(error).__name__}: {error}). Convert again"
+                ) from error
         return tensors
 
     def _check_record(self, record: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
         path = self.directory / RECORD
         if record.get("version") != RECORD_VERSION:
             raise ValueError(
-                f"{path}: version is {record.get('version')!r}; this jpaged reads {RECORD_VERSION}"
+                f"{path}: version is {reprlib.repr(record.get('version'))}; this jpaged reads "
+                f"{RECORD_VERSION}. Convert again"
             )
         for name in IDENTITY_FILES:
             if record.get("sha256", {}).get(name) != file_sha256(self.directory / WEIGHTS / name):
@@ -123,7 +131,9 @@ class OrbaxDirectory(ModelDirectory):
         }
         found = {name: (tensor.shape, str(tensor.dtype)) for name, tensor in tensors.items()}
         if found != written:
-            raise ValueError(f"{self.directory / WEIGHTS} holds other tensors than {path} names")
+            raise ValueError(
+                f"{self.directory / WEIGHTS} holds other tensors than {path} names. Convert again"
+            )
 
 
 def file_sha256(path: Path) -> str:
@@ -143,6 +153,9 @@ def open_arrays(weights: Path, files: _Files | None = None) -> dict[str, StoredT
         ValueError: Naming what is damaged.
     """
     files = files or _Files()
+    for path in weights.rglob("*"):
+        if not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path} is not a regular file. Put the checkpoint's file there")
     values = read_tree(weights)
     for path, num_bytes in data_files(values).items():
         if not path.is_file():

@@ -32,7 +32,7 @@ def check_target(target: Path) -> None:
     if not os.path.lexists(target):
         return
     root = _root(target)
-    if is_staging(root) and not (root / _CHECKPOINT).exists():
+    if is_staging(root) and {*os.listdir(root)} <= {_PLAN, _DONE, _LOCK}:
         shutil.rmtree(root)  # killed right after the rename
     raise ValueError(f"{target} is there already; give another name, or remove it first")
 
@@ -70,7 +70,9 @@ class Staging:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
-            raise ValueError(f"another conversion into {target} is running") from error
+            raise ValueError(
+                f"another conversion into {target} is running; wait for it, or give another name"
+            ) from error
         try:
             self.digests = self._go_on(json.loads(json.dumps(plan)))
             self._done = open(self._root / _DONE, "a", encoding="utf-8")  # noqa: SIM115

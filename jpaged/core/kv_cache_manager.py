@@ -305,7 +305,7 @@ class KVCacheManager:
         """
         pool, block_size, contents = self.pool, self.block_size, prefix.contents
         tables: list[_Table] = []
-        num_needed = 0
+        num_new, num_needed = -(-request.num_tokens // block_size) - len(contents), 0
         for group in self._groups:
             num_behind = group.num_unseen(prefix.num_tokens)
             shared = [content.block_ids[group.index] for content in contents[num_behind:]]
@@ -315,8 +315,9 @@ class KVCacheManager:
                 block_size,
                 self._max_step_tokens,
             )
-            num_needed += max(0, most - len(shared))
-            num_needed += sum(not pool.is_in_use(block_id) for block_id in shared)
+            # What others use as well takes no room, and makes none when the window leaves it.
+            num_revived = sum(not pool.is_in_use(block_id) for block_id in shared)
+            num_needed += min(num_new + num_revived, most)
             tables.append((num_behind, shared))
         if self._requests:
             num_needed += self._num_watermark_blocks + num_reserved_blocks

@@ -1,7 +1,7 @@
 """Reads values of a config.json, and says which key is wrong."""
 
 import math
-import sys
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +20,9 @@ _MAX_COUNTS = {
     "intermediate_size": 1 << 24,
     "vocab_size": 1 << 26,
 }
+
+# Of any number that is no count: float32 holds its square and its inverse.
+_LEAST, _MOST = 1e-18, 1e18
 
 _ROPE_KEYS = {
     "default": (),
@@ -145,6 +148,11 @@ class ConfigReader:
         share = as_number(
             rest.pop("partial_rotary_factor", 1.0), "config.json: partial_rotary_factor"
         )
+        if share > 1:
+            raise ValueError(
+                f"config.json: partial_rotary_factor is {share}; it must be at most 1: a share of "
+                "a head"
+            )
         rotary_dim = int(head_dim * share)
         if not partial and share != 1.0:
             raise ValueError(
@@ -187,6 +195,8 @@ class ConfigReader:
         elif kind != "linear":
             name = f"config.json: {owner}.original_max_position_embeddings"
             original = int(as_number(original, name))
+            if original < 2:
+                raise ValueError(f"{name} is {original}; it must be a whole number from 2 up")
             fields["original_max_position_embeddings"] = original
         match kind:
             case "linear" | "dynamic":
@@ -246,8 +256,11 @@ def as_number(value: Any, owner: str) -> float:
     """A finite number above 0, or `ValueError`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # NaN and infinity, which Python reads in JSON, are in no range.
-    if not is_number or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{owner} is {value!r}; it must be a finite number above 0")
+    if not is_number or not _LEAST <= value <= _MOST:
+        raise ValueError(
+            f"{owner} is {reprlib.repr(value)}; it must be a finite number above 0, from {_LEAST} "
+            f"to {_MOST}"
+        )
     return float(value)
 
 

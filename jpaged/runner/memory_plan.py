@@ -64,7 +64,8 @@ def plan_num_blocks(
         if num_blocks < 1:
             raise ValueError(
                 f"EngineConfig.kv_cache_memory_bytes is {config.kv_cache_memory_bytes}; one block "
-                f"takes {block_bytes}"
+                f"takes {block_bytes}, and a request needs {len(model_config.kv_groups)} at least: "
+                "raise it"
             )
         return num_blocks
     budget = int(memory * config.memory_utilization)

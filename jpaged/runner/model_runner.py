@@ -11,6 +11,7 @@ passing the module itself costs 0.9 to 39 ms a call in Python (docs/decisions/00
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from pallas_kernels.paged_attention.plan import compile_planner
 
 logger = logging.getLogger(__name__)
 
+_ASKED = ("max_model_len", "num_tokens_known")  # of a config, by the engine and the tokenizer
 _COPY = "copy blocks"
 _COPY_BATCH = 16
 _SCORE_SIZES = (16, 64, 256)  # tokens of a program; on CPUs 256 cost 15 % less each than 64
@@ -87,6 +89,15 @@ def check_leaves(model: nnx.Module) -> None:
                 f"leaf {jax.tree_util.keystr(path)} is a {type(leaf).__name__}; put the module's "
                 "weights on the device first, as jax.Array"
             )
+
+
+def with_config(model: nnx.Module, config: ModelConfig) -> nnx.Module:
+    """The same module, of the same arrays, with another config."""
+    if getattr(model, "config", None) in (None, config):
+        return model
+    twin: Any = nnx.merge(*nnx.split(model))
+    twin.config = config
+    return twin
 
 
 class ModelRunner:
@@ -407,6 +418,11 @@ class ModelRunner:
         if not isinstance(model, nnx.Module):
             raise ValueError(f"update_weights: got a {type(model).__name__}; give a Flax module")
         check_leaves(model)
+        theirs = getattr(model, "config", None)
+        if isinstance(theirs, ModelConfig):
+            # What the engine was asked for is no part of the weights.
+            asked = {name: getattr(self.config, name) for name in _ASKED}
+            model = with_config(model, replace(theirs, **asked))
         graphdef, state = nnx.split(model)
         if graphdef != self._graphdef:
             raise ValueError("update_weights: the module's structure differs from the engine's")

@@ -1,26 +1,37 @@
 """Chat messages -> prompt text, through the Jinja template that comes with a model.
 
-Templates are untrusted code from a checkpoint, so they run in Jinja's immutable sandbox; the
+Templates are code from a checkpoint, so they run in Jinja's immutable sandbox, with limits; the
 environment offers what transformers offers (its utils/chat_template_utils.py), because
 templates are written against that.
 """
 
+import contextvars
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jinja2
 import jinja2.exceptions
 import jinja2.ext
+import jinja2.filters
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
 
 from jpaged.text.content_loops import loops_over_content
 
+# More than any template needs: rounds of all loops of a rendering, characters or items that an
+# operator makes, columns, characters of a template.
+_MAX_STEPS = 1_000_000
+_MAX_SIZE = 50_000_000
+_MAX_WIDTH = 1_000
+_MAX_SOURCE = 1 << 18
+_LARGE_WIDTH = re.compile(r"%[^a-zA-Z%]*\d{4}")
 _CONTENT_FORMATS = ("auto", "string", "openai")
 # Kinds of parts that are text, and the key that holds it.
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -41,6 +52,11 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         self.source = source
         self._special_tokens = dict(special_tokens)
+        if len(source) > _MAX_SOURCE:
+            raise ValueError(
+                f"chat_template has {len(source)} characters; at most {_MAX_SOURCE} are taken. "
+                "Repair the template of the checkpoint"
+            )
         try:
             self._template = _build_environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -107,11 +123,13 @@ class ChatTemplate:
         ]
         final_text = _append_tag(plain, self.source) if continue_final_message else ""
         try:
+            _steps.set([_MAX_STEPS])
             rendered = self._template.render(
                 messages=plain, add_generation_prompt=add_generation_prompt, **variables
             )
         except Exception as error:  # whatever the code of the template raises
-            raise ValueError(f"chat_template refuses these messages: {error}") from error
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"chat_template refuses these messages: {reason}") from error
         return _cut_at_tag(rendered, final_text) if continue_final_message else rendered
 
     def _plain_message(self, index: int, message: Any, content_format: str) -> dict[str, Any]:
@@ -229,10 +247,103 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
+class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which no loop or product runs away with the server.
+
+    Loops count their rounds, and operators are looked at before they make much of little. That
+    bounds what templates do by mistake, or in the ways that are known; it is no wall against
+    whoever writes one to harm: serve checkpoints of people you trust.
+    """
+
+    # Also keeps Jinja from working them out when it compiles.
+    intercepted_binops = frozenset({"*", "**", "%", "+"})
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        """Refuses what would be too large."""
+        sizes = [
+            len(value) if isinstance(value, (str, list, tuple)) else 0 for value in (left, right)
+        ]
+        numbers = [value for value in (left, right) if isinstance(value, (int, float))]
+        is_large = any(abs(number) > _MAX_SIZE for number in numbers)
+        match operator:
+            case "*" if any(sizes):
+                is_large = max(sizes) * max([1, *map(abs, numbers)]) > _MAX_SIZE
+            case "**":
+                is_large = is_large or any(abs(number) > 1000 for number in numbers)
+            case "%" if isinstance(left, str):
+                is_large = _LARGE_WIDTH.search(left) is not None or "*" in left
+            case "+":
+                is_large = sum(sizes) > _MAX_SIZE
+            case _:
+                is_large = False
+        if is_large:
+            raise jinja2.exceptions.SecurityError(f"what {operator!r} would make is too large")
+        return super().call_binop(context, operator, left, right)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(jinja2.nodes.For):
+            counted = jinja2.nodes.Filter(loop.iter, "_counted", [], [], None, None)
+            loop.iter = counted.set_environment(self)
+        return tree
+
+
+_steps: contextvars.ContextVar[list[int]] = contextvars.ContextVar("steps left of a rendering")
+
+
+@jinja2.pass_context
+def _counted(context: jinja2.runtime.Context, values: Any) -> Any:
+    """The same values, whose rounds count; a thing with a length keeps it."""
+    if isinstance(values, (list, tuple, str, dict, range)):
+        _count(len(values))
+        return values
+    return _counted_one_by_one(values)
+
+
+def _counted_one_by_one(values: Any) -> Iterator[Any]:
+    for value in values:
+        _count(1)
+        yield value
+
+
+def _count(num_steps: int) -> None:
+    left = _steps.get()
+    left[0] -= num_steps
+    if left[0] < 0:
+        raise jinja2.exceptions.SecurityError(
+            f"its loops take more than {_MAX_STEPS} rounds in all"
+        )
+
+
+def _bounded(filter: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of Jinja's whose numbers may not be large; never worked out in advance."""
+
+    @jinja2.pass_context
+    def bounded(context: jinja2.runtime.Context, *args: Any, **kwargs: Any) -> Any:
+        for value in (*args[1:], *kwargs.values()):
+            if isinstance(value, (int, float)) and abs(value) > _MAX_WIDTH:
+                raise jinja2.exceptions.SecurityError(f"{value} is too wide")
+        if filter is jinja2.filters.do_format and _LARGE_WIDTH.search(str(args[0])):
+            raise jinja2.exceptions.SecurityError("a format is too wide")
+        return filter(*args, **kwargs)
+
+    return bounded
+
+
 def _build_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
+    environment.filters["_counted"] = _counted
+    for name, filter in (
+        ("center", jinja2.filters.do_center),
+        ("indent", jinja2.filters.do_indent),
+        ("format", jinja2.filters.do_format),
+    ):
+        environment.filters[name] = _bounded(filter)
+    del environment.globals["lipsum"]  # text by the mile
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -247,6 +358,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if isinstance(indent, int) and indent > _MAX_WIDTH:
+        raise jinja2.exceptions.SecurityError(f"indent {indent} is too wide")
     # Jinja's own filter escapes HTML characters, which models were not trained on.
     return json.dumps(
         value,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jpaged.checkpoint import open_checkpoint
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine, EngineStats
 from jpaged.models.transformer import Transformer
@@ -20,6 +21,7 @@ from tests.invariance.engines import (
     SMALL_POOL,
     Job,
     answer,
+    assert_naive,
     finish,
     open_engine,
     shared_engine,
@@ -514,3 +516,20 @@ def no_type_checks():
         yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize("variant", ["phi3-longrope", "dynamic-rope"])
+def test_module_and_directory_know_the_longest_request(variant, tiny_model):
+    """Embeddings that grow are those of `max_model_len`, wherever the weights come from."""
+    job = Job([5, 6, 7] * 6, SamplingParams(temperature=0.0, max_tokens=8, logprobs=0))
+    with open_checkpoint(tiny_model(variant)) as checkpoint:
+        whole = Engine.from_checkpoint(checkpoint, EngineConfig(**LIMITS | {"max_model_len": None}))
+    module = whole.runner.model()
+    limits = LIMITS | {"max_model_len": 60}
+    engine = Engine(module, EngineConfig(**limits))
+    assert engine.max_model_len == 60
+    assert_naive(answer(engine, [job]), variant, max_model_len=60)
+    # Weights are weights, whatever their module was asked for.
+    engine.update_weights(module)
+    assert_naive(answer(engine, [job]), variant, max_model_len=60)
+    whole.update_weights(engine.runner.model())

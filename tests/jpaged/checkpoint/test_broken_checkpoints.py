@@ -1,6 +1,7 @@
 """Whatever is wrong with a checkpoint: one clear line, and nothing is served."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,22 @@ def remove(*names: str) -> Break:
             (directory / name).unlink()
 
     return unlink
+
+
+def pipe(name: str) -> Break:
+    def make(directory: Path) -> None:
+        (directory / name).unlink(missing_ok=True)
+        os.mkfifo(directory / name)
+
+    return make
+
+
+def dangling(name: str) -> Break:
+    def make(directory: Path) -> None:
+        (directory / name).unlink()
+        (directory / name).symlink_to("nowhere")
+
+    return make
 
 
 def pickled(directory: Path) -> None:
@@ -170,6 +187,18 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "unknown activation": (config(hidden_act="relu6"), "relu6"),
     "key not understood": (config(attention_sink_size=4), "attention_sink_size"),
     "eps that is no number": (config(rms_norm_eps="small"), "rms_norm_eps"),
+    "eps above all numbers": (config(rms_norm_eps=1e308), "rms_norm_eps"),
+    "theta below all numbers": (config(rope_theta=1e-320), "rope_theta"),
+    "activation in a list": (config(hidden_act=["silu"]), "hidden_act"),
+    "endless rope": (config(rope_scaling={"rope_type": "linear", "factor": 1e17}), "factor"),
+    "huge rope": (config(rope_scaling=ROPE | {"factor": 1e308}), "factor"),
+    "rope of no length": (
+        config(rope_scaling=ROPE | {"original_max_position_embeddings": 0.5}),
+        "original_max_position_embeddings",
+    ),
+    "tokenizer in a pipe": (pipe("tokenizer.json"), "tokenizer.json is not a regular file"),
+    "template in a pipe": (pipe("chat_template.jinja"), "is not a regular file"),
+    "link to nowhere": (dangling("generation_config.json"), "generation_config.json is missing"),
     "no heads": (config(num_attention_heads=0), "num_attention_heads"),
     "positions that end at once": (config(max_position_embeddings=0), "max_position_embeddings"),
     "window below one": (

@@ -374,7 +374,7 @@ def test_each_mistake_is_one_clear_line(arguments, message, source, tmp_path, ca
 def test_disk_without_room_is_refused_first(source, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("jpaged.checkpoint.convert.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(OSError, match="and 0 MiB are free in"):
+    with pytest.raises(OSError, match="and 0.0 MB are free in"):
         convert(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 

@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -260,6 +261,29 @@ def test_config_of_another_model_is_refused(directory):
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
     with pytest.raises(ValueError, match=r"tensor 'model\.layers\.2\..*' is missing"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tensors": None}, {"tensors": []}, {"tensors": {"a": 1}}, {"tensors": {"a": {}}},
+        {"sha256": 5}, {"sha256": []}, {"version": "x" * 100_000},
+    ],
+)  # fmt: skip
+def test_damaged_record_is_one_short_line(change, directory):
+    path = directory / "conversion.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=r"[Cc]onver") as info:
+        open_checkpoint(directory)
+    assert len(str(info.value)) < 1000 and "\n" not in str(info.value)
+
+
+def test_pipe_among_the_weights_is_refused_and_not_waited_for(directory):
+    *_, path = data_files(directory)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="is not a regular file"):
         open_checkpoint(directory)
 
 

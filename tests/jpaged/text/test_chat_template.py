@@ -288,3 +288,37 @@ def test_template_that_does_not_compile_is_refused():
 def test_malformed_messages_are_refused_by_place(messages, named):
     with pytest.raises(ValueError, match=named):
         render("{{ messages }}", messages)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+        "{% if messages %}{{ '%09999999999d' % 1 }}{% endif %}",
+        "{{ '%09999999999d'|format(1) }}",
+        "{{ 'a' * (2 * 10**9) }}",
+        "{{ 2 ** 10 ** 9 }}",
+        "{{ lipsum(n=10**7) }}",
+        "{{ messages|tojson(indent=10**9) }}",
+        "{{ 'a'|center(10**9) }}",
+        "{{ 1 }}" * 200_000,
+    ],
+)  # fmt: skip
+def test_template_that_runs_away_is_stopped(source):
+    """Whoever loads it, and whoever shares a server with it, goes on."""
+    with pytest.raises(ValueError, match="chat_template"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "Hello"}])
+
+
+def test_limits_leave_what_templates_do():
+    source = (
+        "{% for message in messages %}{{ loop.index0 }}{{ loop.last }}{{ loop.length }}{% endfor %}"
+        "{{ 'ab' * 2 + '%s-%d' % ('x', 3) }}{{ 7 % 4 * 2 ** 3 }}"
+        "{{ (messages[:1] + messages)|length }}{% for c in missing %}{% endfor %}"
+        "{% for k, v in {'k': 1}.items() %}{{ k ~ v }}{% endfor %}"
+        "{% for x in [1, 2]|map('string') %}{{ x }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    text = ChatTemplate(source, {}).render(messages)
+    assert text == "0False21True2ababx-3243k112"
