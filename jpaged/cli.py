@@ -391,14 +391,18 @@ def _convert(args: argparse.Namespace) -> int:
     from jpaged.checkpoint.convert import convert
 
     started = time.perf_counter()
-    done = convert(
-        args.source,
-        args.target,
-        to=args.to,
-        dtype=args.dtype,
-        revision=args.revision,
-        show_progress=not args.quiet,
-    )
+    try:
+        done = convert(
+            args.source,
+            args.target,
+            to=args.to,
+            dtype=args.dtype,
+            revision=args.revision,
+            show_progress=not args.quiet,
+        )
+    except KeyboardInterrupt:
+        print("\njpaged: interrupted; the same command goes on from there", file=sys.stderr)
+        return 130
     if not args.quiet:
         kept = f", {done.num_kept} of them kept from before" if done.num_kept else ""
         print(
