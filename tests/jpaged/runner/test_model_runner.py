@@ -33,15 +33,6 @@ def test_every_program_updates_cache_and_counts_in_place(engine):
     assert_in_place(engine)
 
 
-def test_layers_that_share_an_array_update_it_in_place(tiny_model):
-    """Of Gemma 3's three KV groups, every layer is the first: all write into one array in turn."""
-    with open_checkpoint(tiny_model("gemma3")) as checkpoint:
-        engine = Engine.from_checkpoint(checkpoint, EngineConfig(num_blocks=NUM_BLOCKS, **LIMITS))
-    engine.runner.compile(engine.runner.buckets)
-    assert len(engine.runner.kv_cache) == 1 and len(engine.model_config.kv_groups) == 3
-    assert_in_place(engine)
-
-
 def assert_in_place(engine: Engine) -> None:
     """Both are aliased as a whole, and no temporary is as large as one layer of the pool."""
     layers = [layer.nbytes for layer in engine.runner.kv_cache]
@@ -129,3 +120,12 @@ def test_leaves_are_the_modules_own_arrays(tiny_model):
         assert ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
     engine.close()
     assert not any(leaf.is_deleted() for leaf in leaves)
+
+
+def test_layers_that_share_an_array_update_it_in_place(tiny_model):
+    """Of Gemma 3's three KV groups, every layer is the first: all write into one array in turn."""
+    with open_checkpoint(tiny_model("gemma3")) as checkpoint:
+        engine = Engine.from_checkpoint(checkpoint, EngineConfig(num_blocks=NUM_BLOCKS, **LIMITS))
+    engine.runner.compile(engine.runner.buckets)
+    assert len(engine.runner.kv_cache) == 1 and len(engine.model_config.kv_groups) == 3
+    assert_in_place(engine)
