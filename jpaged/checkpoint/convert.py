@@ -104,7 +104,7 @@ def convert(
             if error.errno is None:  # says it all already
                 raise
             raise OSError(
-                f"{target} cannot be written: {error.strerror}"
+                f"converting into {target} failed: {error.strerror}"
                 + (f" ({error.filename})" if error.filename else "")
                 + ". Give a target in a folder that can be written and has room; the same command "
                 "goes on with what was done"

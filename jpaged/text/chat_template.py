@@ -31,7 +31,8 @@ _MAX_STEPS = 1_000_000
 _MAX_SIZE = 50_000_000
 _MAX_WIDTH = 1_000
 _MAX_SOURCE = 1 << 18
-_LARGE_WIDTH = re.compile(r"%[^a-zA-Z%]*\d{4}")
+# Of a "%" format: a width or precision of four digits, or one that is an argument.
+_LARGE_WIDTH = re.compile(r"%(?:\([^)]*\))?[-#0 +\d.]*(?:\*|\d{4})")
 _CONTENT_FORMATS = ("auto", "string", "openai")
 # Kinds of parts that are text, and the key that holds it.
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -273,7 +274,7 @@ class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             case "**":
                 is_large = is_large or any(abs(number) > 1000 for number in numbers)
             case "%" if isinstance(left, str):
-                is_large = _LARGE_WIDTH.search(left) is not None or "*" in left
+                is_large = _LARGE_WIDTH.search(left) is not None
             case "+":
                 is_large = sum(sizes) > _MAX_SIZE
             case _:

@@ -297,6 +297,8 @@ def test_malformed_messages_are_refused_by_place(messages, named):
         "{% for i in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
         "{% if messages %}{{ '%09999999999d' % 1 }}{% endif %}",
         "{{ '%09999999999d'|format(1) }}",
+        "{{ '%(n)09999999999d' % {'n': 1} }}",
+        "{{ '%*d' % (10**9, 1) }}",
         "{{ 'a' * (2 * 10**9) }}",
         "{{ 2 ** 10 ** 9 }}",
         "{{ lipsum(n=10**7) }}",
@@ -317,8 +319,8 @@ def test_limits_leave_what_templates_do():
         "{{ 'ab' * 2 + '%s-%d' % ('x', 3) }}{{ 7 % 4 * 2 ** 3 }}"
         "{{ (messages[:1] + messages)|length }}{% for c in missing %}{% endfor %}"
         "{% for k, v in {'k': 1}.items() %}{{ k ~ v }}{% endfor %}"
-        "{% for x in [1, 2]|map('string') %}{{ x }}{% endfor %}"
+        "{% for x in [1, 2]|map('string') %}{{ x }}{% endfor %}{{ '* %s' % 'item' }}"
     )
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     text = ChatTemplate(source, {}).render(messages)
-    assert text == "0False21True2ababx-3243k112"
+    assert text == "0False21True2ababx-3243k112* item"
